@@ -1,0 +1,70 @@
+# `make demo` shows layertap at work, `make test` tests it. Both need Python 3.11+, make and the package registries.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OLDEST := build/transformers-5.17
+
+LANES ?= 2
+PORT ?= 4200
+S3_PORT ?= 8333
+
+PACKAGES := layertap tasks flows deployments
+SOURCES := $(PACKAGES) tests demo benchmarks
+
+# Nothing that runs from here reports to anybody, and no model comes from a hub.
+export DO_NOT_TRACK := 1
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export HF_HUB_DISABLE_TELEMETRY := 1
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test system check fix bench clean help
+
+help:  ## say what can be made
+	@sed -n 's/^\([a-z]*\):.*## /\1: /p' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## extract a small real dataset through the whole stack, check it and show where it is
+	$(BIN)/python demo/demo.py --lanes $(LANES) --port $(PORT) --s3-port $(S3_PORT)
+
+test: $(READY) $(OLDEST)/.ready  ## all tests, and those of the engine again on the oldest transformers
+	$(BIN)/python -m pytest
+	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest tests/test_target.py tests/test_extract.py
+
+system: $(READY)  ## only the tests with a real server, store and workers
+	$(BIN)/python -m pytest -m system
+
+check: $(READY)  ## linter, formatter, types, imports
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy --strict -p layertap
+	$(BIN)/mypy -p tasks -p flows -p deployments
+	$(BIN)/lint-imports
+
+fix: $(READY)  ## what the linter and the formatter can mend
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: $(READY)  ## seconds and memory of planning the headline dataset
+	$(BIN)/python benchmarks/plan.py
+
+clean:  ## end the demo's stack, and remove all that was made here
+	if [ -x $(BIN)/layertap ] && [ -d .layertap ]; then $(BIN)/layertap down --state .layertap; fi
+	rm -rf .layertap build dist $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): constraints.txt demo/requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
+	    sys.exit(f"layertap needs Python 3.11 or newer, $(PYTHON) is {v}: make PYTHON=python3.12" \
+	    if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install -q --no-deps --no-compile --require-hashes -r demo/requirements.txt
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[demo,dev]'
+	@touch $@
+
+# Beside transformers only the hub's client differs: 5.17 refuses its second major version.
+$(OLDEST)/.ready: | $(READY)
+	$(BIN)/python -m pip install -q --no-deps --target $(OLDEST) transformers==5.17.0 huggingface-hub==1.33.0
+	@touch $@

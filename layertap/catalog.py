@@ -1,0 +1,382 @@
+"""What a root holds and who works on what: the root's record, plans, claims, outcomes.
+
+Every record is created once and says by its name what it is; a claim alone is overwritten, by its owner. A
+shard's outcome is the only fence: until it stands nothing of the shard counts, and only one can be created.
+"""
+
+import re
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.errors import (
+    AlreadyExistsError,
+    CatalogError,
+    ClaimLostError,
+    DatasetError,
+    NotFoundError,
+    SpecMismatchError,
+)
+from layertap.plan import Plan
+from layertap.records import (
+    Claim,
+    Outcome,
+    PlanRecord,
+    Root,
+    ShardRecord,
+    ShardRows,
+    from_json,
+    get_checked,
+    keys_xor,
+    to_json,
+)
+from layertap.settled import Settled, read_settled
+from layertap.shard_state import ShardState, ShardStatus, shard_state
+from layertap.store import Store, checksum
+
+__all__ = [
+    "Catalog",
+    "Claim",
+    "Outcome",
+    "PlanRecord",
+    "Root",
+    "Settled",
+    "ShardRecord",
+    "ShardRows",
+    "ShardState",
+    "ShardStatus",
+    "Snapshot",
+    "Watcher",
+    "shard_state",
+]
+
+ROOT = "layertap.json"
+BEATS_TO_STALE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A plan's state folder at one moment, from one list."""
+
+    names: dict[int, list[str]]
+    """Shard -> its state objects without the shard's number; shards with none are left out."""
+
+    claim_tags: dict[int, tuple[int, str | None]]
+    """Shard -> number and e-tag of its latest claim."""
+
+    stopping: bool
+
+
+class Catalog:
+    """Reads and writes the records of one root."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def create_root(self, root: Root) -> Root:
+        """Make the root, or join it if it is for the same extraction.
+
+        Raises:
+            SpecMismatchError: it is for another; lists the fields that differ.
+        """
+        with suppress(AlreadyExistsError):
+            self.store.create(ROOT, to_json(root.to_dict()))
+        existing = self.root()
+        if differences := existing.spec.differences(root.spec):
+            raise SpecMismatchError(
+                f"{self.store.uri} belongs to another extraction ({'; '.join(differences)}): "
+                "give this one a root of its own"
+            )
+        return existing
+
+    def root(self) -> Root:
+        """The root's record.
+
+        Raises:
+            CatalogError: there is no layertap root here.
+            FormatError: written by a newer major format.
+        """
+        try:
+            data = self.store.get(ROOT)
+        except NotFoundError as error:
+            raise CatalogError(
+                f"{self.store.uri} holds no extraction: there is no {ROOT}. Check the address; a run makes it"
+            ) from error
+        return Root.from_dict(from_json(ROOT, data))
+
+    def put_plan(
+        self, plan: Plan, tokens: Callable[[int], NDArray[np.int32]], *, max_batch_bytes: int
+    ) -> PlanRecord:
+        """Write a plan with its rows, or load it if it stands already.
+
+        Args:
+            plan: the plan.
+            tokens: token ids of the plan's k-th row, as they are extracted.
+            max_batch_bytes: data bytes of its largest batch file.
+
+        Raises:
+            DatasetError: a row's tokens aren't those of its key: the dataset changed since it was scanned.
+        """
+        with suppress(NotFoundError):
+            return self.plan(plan.plan_id)
+        record = PlanRecord(
+            plan_id=plan.plan_id,
+            spec_fingerprint=plan.spec_fingerprint,
+            settings=plan.settings,
+            shards=tuple(
+                self._put_shard(plan, shard, part, tokens) for shard, part in enumerate(plan.shard_slices())
+            ),
+            max_batch_bytes=max_batch_bytes,
+        )
+        with suppress(AlreadyExistsError):
+            self.store.create(f"plans/{plan.plan_id}/plan.json", to_json(asdict(record)))
+        return self.plan(plan.plan_id)
+
+    def _put_shard(
+        self, plan: Plan, shard: int, part: slice, tokens: Callable[[int], NDArray[np.int32]]
+    ) -> ShardRecord:
+        rows = ShardRows.of(
+            plan.keys[part], plan.batch[part], [tokens(k) for k in range(part.start, part.stop)]
+        )
+        if not rows.match_keys():
+            raise DatasetError("the dataset's rows changed while the plan was made: start the run again")
+        data = rows.to_arrow()
+        self.store.put(_shard_path(plan.plan_id, shard), data, durable=True)
+        return ShardRecord(
+            num_rows=len(rows.keys),
+            num_tokens=len(rows.values),
+            num_batches=int(rows.batch[-1]) + 1,
+            keys_xor=keys_xor(rows.keys),
+            checksum=checksum(data),
+        )
+
+    def plan(self, plan_id: str) -> PlanRecord:
+        """A plan's record.
+
+        Raises:
+            NotFoundError: no such plan, or not all of it is written yet.
+            FormatError: it has another schema.
+        """
+        path = f"plans/{plan_id}/plan.json"
+        return PlanRecord.from_dict(from_json(path, self.store.get(path)))
+
+    def plans(self) -> list[str]:
+        """Ids of the plans that stand, ascending."""
+        return [p for p in self.store.folders("plans") if self.store.exists(f"plans/{p}/plan.json")]
+
+    def shard_rows(self, plan_id: str, shard: int) -> ShardRows:
+        """The rows of a shard.
+
+        Raises:
+            IntegrityError: their file was damaged.
+        """
+        record = self.plan(plan_id).shards[shard]
+        return ShardRows.from_arrow(get_checked(self.store, _shard_path(plan_id, shard), record.checksum))
+
+    def attempt_prefix(self, plan_id: str, shard: int, attempt: str) -> str:
+        """Folder of the files of one try."""
+        return f"plans/{plan_id}/data/{shard:05d}/{attempt}"
+
+    def snapshot(self, plan_id: str) -> Snapshot:
+        """The state of all shards, from one list."""
+        names: dict[int, list[str]] = defaultdict(list)
+        claim_tags: dict[int, tuple[int, str | None]] = {}
+        stopping = False
+        for info in self.store.list(f"plans/{plan_id}/state"):
+            shard, _, name = info.path.rpartition("/")[2].partition(".")
+            if not name:
+                stopping |= shard == "stop"
+                continue
+            names[int(shard)].append(name)
+            if name.startswith("claim-"):
+                found = (int(name.removeprefix("claim-")), info.e_tag)
+                claim_tags[int(shard)] = max(found, claim_tags.get(int(shard), (0, None)), key=lambda c: c[0])
+        return Snapshot(names=dict(names), claim_tags=claim_tags, stopping=stopping)
+
+    def without_outcome(self, plan_id: str) -> list[int]:
+        """Shards of a plan whose rows no outcome settles."""
+        names = self.snapshot(plan_id).names
+        return [k for k in range(len(self.plan(plan_id).shards)) if "outcome" not in names.get(k, [])]
+
+    def claim(
+        self, plan_id: str, shard: int, number: int, *, lane: str, details: dict[str, Any]
+    ) -> Claim | None:
+        """Claim a shard under the next number.
+
+        Returns:
+            The claim, or None: somebody else was first.
+        """
+        claim = Claim(
+            plan_id=plan_id,
+            shard=shard,
+            number=number,
+            lane=lane,
+            token=secrets.token_hex(8),
+            details=details,
+        )
+        try:
+            self.store.create(_claim_path(claim), to_json(_claim_content(claim, {})))
+        except AlreadyExistsError:
+            if self.read_claim(plan_id, shard, number).get("token") != claim.token:
+                return None
+        return claim
+
+    def beat(self, claim: Claim, progress: dict[str, Any]) -> None:
+        """Show that the claim's lane lives, and how far it is."""
+        self.store.put(_claim_path(claim), to_json(_claim_content(claim, progress)))
+
+    def read_claim(self, plan_id: str, shard: int, number: int) -> dict[str, Any]:
+        """A claim as last beaten: lane, details, progress.
+
+        Raises:
+            NotFoundError: no such claim.
+        """
+        path = f"{_state(plan_id, shard)}.claim-{number}"
+        return from_json(path, self.store.get(path))
+
+    def fail(self, claim: Claim, failure: dict[str, Any]) -> None:
+        """Record why the claim's lane gave the shard up; it may be claimed again."""
+        self._create_own(f"fail-{claim.number}.{_safe(claim.lane)}", claim, failure)
+
+    def release(self, claim: Claim) -> None:
+        """Give the shard back through no fault of it, as a lane does that was told to stop."""
+        self._create_own(f"release-{claim.number}", claim, {"lane": claim.lane})
+
+    def _create_own(self, name: str, claim: Claim, values: dict[str, Any]) -> None:
+        with suppress(AlreadyExistsError):
+            self.store.create(f"{_state(claim.plan_id, claim.shard)}.{name}", to_json(values))
+
+    def retry(self, plan_id: str, shard: int, number: int) -> None:
+        """Forget failures and deaths of the shard's claims up to `number`."""
+        with suppress(AlreadyExistsError):
+            self.store.create(f"{_state(plan_id, shard)}.retry-{number}", to_json({}))
+
+    def last_failure(self, plan_id: str, shard: int) -> dict[str, Any]:
+        """The latest recorded failure of a shard; its `error` also tells of lanes that died in silence."""
+        names = self.snapshot(plan_id).names.get(shard, [])
+        failures = [name for name in names if name.startswith("fail-")]
+        if not failures:
+            claims = sum(name.startswith("claim-") for name in names)
+            return {"error": f"{claims} lanes died while they held shard {shard}, none left an error"}
+        path = f"{_state(plan_id, shard)}.{max(failures, key=_number)}"
+        return from_json(path, self.store.get(path))
+
+    def commit(self, claim: Claim, outcome: Outcome) -> Outcome:
+        """Make the files of the outcome's attempt count: the first who does it for a shard wins.
+
+        Returns:
+            The outcome that stands, the same one.
+
+        Raises:
+            ClaimLostError: another lane was first; these files are garbage.
+        """
+        path = f"{_state(claim.plan_id, claim.shard)}.outcome"
+        try:
+            self.store.create(path, to_json(outcome.to_dict()))
+        except AlreadyExistsError as error:
+            standing = self.outcome(claim.plan_id, claim.shard)
+            if (standing.attempt, standing.claim) != (outcome.attempt, outcome.claim):
+                raise ClaimLostError(
+                    f"shard {claim.shard} has a {standing.kind} outcome of lane {standing.lane} "
+                    f"(claim {standing.claim}); lane {claim.lane} (claim {claim.number}) drops its work"
+                ) from error
+            return standing
+        return outcome
+
+    def outcome(self, plan_id: str, shard: int) -> Outcome:
+        """The outcome of a shard.
+
+        Raises:
+            NotFoundError: there is none yet.
+        """
+        path = f"{_state(plan_id, shard)}.outcome"
+        return Outcome.from_dict(from_json(path, self.store.get(path)))
+
+    def stop(self, plan_id: str) -> None:
+        """Tell all lanes of a plan to end at their next beat."""
+        self.store.put(f"plans/{plan_id}/state/stop", to_json({}))
+
+    def resume(self, plan_id: str) -> None:
+        """Take `stop` back."""
+        self.store.delete([f"plans/{plan_id}/state/stop"])
+
+    def stopping(self, plan_id: str) -> bool:
+        """Whether the plan's lanes were told to end."""
+        return self.store.exists(f"plans/{plan_id}/state/stop")
+
+    def settled(self) -> Settled:
+        """Every row that needs no computing any more, over the outcomes of all plans."""
+        return read_settled(self)
+
+
+class Watcher:
+    """Tells living lanes from dead ones: a claim that doesn't change for three beats of this clock is stale.
+
+    Only changes count, never the time of day on another host.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        plan_id: str,
+        beat_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._catalog = catalog
+        self._plan_id = plan_id
+        self._num_shards = len(catalog.plan(plan_id).shards)
+        self._patience_s = BEATS_TO_STALE * beat_s
+        self._clock = clock
+        self._seen: dict[int, tuple[tuple[int, str | None], float]] = {}
+
+    def poll(self) -> dict[int, ShardStatus]:
+        """The status of every shard of the plan."""
+        asked_at = self._clock()
+        snapshot = self._catalog.snapshot(self._plan_id)
+        return {
+            shard: shard_state(snapshot.names.get(shard, ()), self._stale(shard, snapshot, asked_at))
+            for shard in range(self._num_shards)
+        }
+
+    def _stale(self, shard: int, snapshot: Snapshot, now: float) -> list[int]:
+        tag = snapshot.claim_tags.get(shard)
+        if tag is None:
+            return []
+        before, since = self._seen.get(shard, (None, now))
+        if tag != before:
+            self._seen[shard] = (tag, now)
+            return []
+        return [tag[0]] if now - since >= self._patience_s else []
+
+
+def _state(plan_id: str, shard: int) -> str:
+    return f"plans/{plan_id}/state/{shard:05d}"
+
+
+def _shard_path(plan_id: str, shard: int) -> str:
+    return f"plans/{plan_id}/shard-{shard:05d}.arrow"
+
+
+def _claim_path(claim: Claim) -> str:
+    return f"{_state(claim.plan_id, claim.shard)}.claim-{claim.number}"
+
+
+def _claim_content(claim: Claim, progress: dict[str, Any]) -> dict[str, Any]:
+    """What a claim says; no two beats say the same, or a store's content tags would stand still."""
+    own = {"lane": claim.lane, "token": claim.token, "beat": time.monotonic_ns()}
+    return {**claim.details, **progress, **own}
+
+
+def _safe(lane: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", lane)
+
+
+def _number(name: str) -> int:
+    return int(name.partition(".")[0].partition("-")[2])

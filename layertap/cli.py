@@ -1,0 +1,332 @@
+"""The `layertap` command.
+
+Here are the commands that need no scheduler: `prepare`, `plan`, `status`. Further ones are found through the
+entry points of the group `layertap.commands`; those of this project lie in `deployments/commands.py`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from layertap import __version__
+from layertap.errors import InputError, LayertapError, SpecError
+from layertap.spec import DTypeName, LastHiddenState
+
+if TYPE_CHECKING:
+    from layertap.catalog import Catalog
+    from layertap.coordinator import Preview
+
+COMMANDS_GROUP = "layertap.commands"
+MAX_REASONS = 10
+
+
+class Failure(click.ClickException):
+    """An error that layertap raised on purpose, as a line on stderr and an exit code."""
+
+    def __init__(self, error: LayertapError) -> None:
+        super().__init__(str(error))
+        self.exit_code = 2 if isinstance(error, InputError) else 1  # type: ignore[misc]
+
+
+class Commands(click.Group):
+    """The commands defined here, in the order of a first use, then those of the entry points."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the commands; nothing is imported for it."""
+        return [*self.commands, *sorted(entry_points(group=COMMANDS_GROUP).names - self.commands.keys())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, or None."""
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        return next((_load(entry) for entry in entry_points(group=COMMANDS_GROUP, name=cmd_name)), None)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; what it raises on purpose becomes a line on stderr."""
+        try:
+            return super().invoke(ctx)
+        except LayertapError as error:
+            raise Failure(error) from error
+
+
+def _load(entry: EntryPoint) -> click.Command:
+    """The command of an entry point, or one that says why it can't be had."""
+    try:
+        command: click.Command = entry.load()
+        return command
+    except ImportError as error:
+        reason = f"Not available: {error}"
+
+        def refuse(**_: Any) -> None:
+            raise click.ClickException(reason)
+
+        return click.Command(entry.name, callback=refuse, help=reason)
+
+
+class LayerIds(click.ParamType[tuple[int, ...]]):
+    """`1,16,31` as a tuple of layer ids."""
+
+    name = "ids"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """The option's text as a value."""
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of layer ids such as 1,16,31", param, ctx)
+
+
+class NameValue(click.ParamType[tuple[str, Any]]):
+    """`name=value` as a pair; the value is JSON where it can be read as such, else text."""
+
+    name = "name=value"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Any]:
+        """The option's text as a value."""
+        name, separator, text = value.partition("=")
+        if not name or not separator:
+            self.fail(f"{value!r} is not name=value", param, ctx)
+        try:
+            return name, json.loads(text)
+        except json.JSONDecodeError:
+            return name, text
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="layertap")
+def main() -> None:
+    """Tap layers of a target language model over a tokenised dataset, and store the hidden states.
+
+    A first run: `prepare` turns chats into tokens, `plan` says what an extraction will cost, `up` starts
+    a Prefect server, an object store and workers on this machine, `run` extracts.
+    """
+
+
+@main.command()
+@click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--tokenizer", required=True, metavar="ID|FOLDER", help="Tokenizer of the target.")
+@click.option("--revision", help="Hub revision of the tokenizer.")
+@click.option(
+    "--template",
+    metavar="FILE|chatml",
+    help="Chat template that marks the assistant's turns, instead of the tokenizer's; chatml is shipped.",
+)
+@click.option(
+    "--template-argument",
+    "template_arguments",
+    type=NameValue(),
+    multiple=True,
+    help="Argument of the template, such as enable_thinking=false; may be repeated.",
+)
+@click.option("--max-length", type=click.IntRange(min=1), help="Tokens kept of a chat; all by default.")
+@click.option("--responses", default="unknown", show_default=True, help="Who wrote the responses.")
+def prepare(
+    source: Path,
+    out: Path,
+    template_arguments: tuple[tuple[str, Any], ...],
+    **options: Any,
+) -> None:
+    """Tokenise the chats of SOURCE into the dataset folder OUT.
+
+    SOURCE is JSONL: one {"messages": [{"role": …, "content": …}, …], "id": …} a line. OUT holds input_ids,
+    loss_mask (1 on the assistant's tokens) and id, in the layout of datasets.save_to_disk.
+    """
+    from layertap.prepare import prepare_chats
+
+    made = prepare_chats(source, out, template_arguments=dict(template_arguments), **options)
+    click.echo(
+        f"{made.num_rows:,} rows in {made.path}: {made.num_tokens:,} tokens, {made.num_supervised:,} of them "
+        f"supervised; {made.num_truncated:,} rows truncated, {len(made.refused):,} lines refused"
+    )
+    _show_refused(made.refused)
+
+
+def target_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that say what is extracted from which target."""
+    options = [
+        click.option("--target", required=True, metavar="ID|FOLDER", help="Target model."),
+        click.option("--revision", help="Hub revision of the target."),
+        click.option("--layers", type=LayerIds(), help="0-based decoder-layer outputs, such as 1,16,31."),
+        click.option(
+            "--drafter",
+            type=click.Path(exists=True, path_type=Path),
+            help="Read the layers from a drafter's config.json instead.",
+        ),
+        click.option(
+            "--last-hidden-state",
+            type=click.Choice(get_args(LastHiddenState)),
+            default="pre_norm",
+            show_default=True,
+            help="The last layer's output before or after the final norm, or none.",
+        ),
+        click.option(
+            "--dtype", type=click.Choice(get_args(DTypeName)), default="bfloat16", show_default=True
+        ),
+        click.option("--max-length", type=int, default=4096, show_default=True, help="Tokens kept of a row."),
+        click.option(
+            "--too-long",
+            type=click.Choice(["truncate", "refuse"]),
+            default="truncate",
+            show_default=True,
+            help="What happens to longer rows.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def chosen_layers(layers: tuple[int, ...] | None, drafter: Path | None) -> tuple[int, ...]:
+    """The layers, given as a list or by a drafter.
+
+    Raises:
+        SpecError: both or neither is given.
+    """
+    if (layers is None) == (drafter is None):
+        raise SpecError("give either --layers, such as --layers 1,16,31, or --drafter with its config.json")
+    if layers is not None:
+        return layers
+    from layertap.target_info import drafter_layer_ids
+
+    assert drafter is not None
+    return drafter_layer_ids(drafter)
+
+
+@main.command()
+@click.argument("dataset", type=click.Path(exists=True, path_type=Path))
+@target_options
+@click.option("--split", help="Split of a dictionary of datasets.")
+@click.option("--input-ids-column", default="input_ids", show_default=True)
+@click.option("--loss-mask-column", default="loss_mask", show_default=True)
+@click.option("--id-column", default="id", show_default=True)
+@click.option(
+    "--max-batch-tokens",
+    type=int,
+    default=8192,
+    show_default=True,
+    help="Rows of a batch times its longest row.",
+)
+@click.option("--shard-tokens", type=int, default=2_000_000, show_default=True, help="Tokens of a shard.")
+def plan(
+    dataset: Path,
+    layers: tuple[int, ...] | None,
+    drafter: Path | None,
+    input_ids_column: str,
+    loss_mask_column: str,
+    id_column: str,
+    max_batch_tokens: int,
+    shard_tokens: int,
+    **options: Any,
+) -> None:
+    """Say what an extraction of DATASET will cost.
+
+    Checks every row and the target's config. DATASET is a folder of datasets.save_to_disk, a Parquet file or
+    a folder of them. Nothing is written, and neither a store nor a GPU is needed.
+    """
+    from layertap.coordinator import Preview, RunSettings
+    from layertap.dataset import Columns
+    from layertap.plan import PlanSettings
+
+    settings = RunSettings(
+        dataset=str(dataset),
+        layer_ids=chosen_layers(layers, drafter),
+        columns=Columns(input_ids=input_ids_column, loss_mask=loss_mask_column, row_id=id_column),
+        plan=PlanSettings(max_batch_tokens=max_batch_tokens, shard_tokens=shard_tokens),
+        max_refused_share=1.0,  # whoever looks at a plan wants to see all of it, the refused rows above all
+        **options,
+    )
+    _show_plan(Preview.make(settings))
+
+
+def _show_plan(preview: "Preview") -> None:
+    table = _table("", "")
+    for name, value in preview.table(preview.plan()):
+        table.add_row(name, value)
+    Console(highlight=False).print(table)
+    _show_refused(preview.scan.refused)
+
+
+def _show_refused(refused: Mapping[int, str]) -> None:
+    for reason in islice(refused.values(), MAX_REASONS):
+        click.echo(f"refused: {reason}")
+    if len(refused) > MAX_REASONS:
+        click.echo(f"… and {len(refused) - MAX_REASONS:,} more")
+
+
+@main.command()
+@click.argument("root")
+@click.option("--plan", "plan_id", help="Show one plan, shard by shard.")
+def status(root: str, plan_id: str | None) -> None:
+    """Show the plans and versions that ROOT holds.
+
+    ROOT is a folder or s3://bucket/prefix, with AWS's usual environment (AWS_ENDPOINT_URL for other stores).
+    """
+    from layertap.catalog import Catalog
+    from layertap.store import Store
+
+    catalog = Catalog(Store.open(root))
+    spec = catalog.root().spec
+    click.echo(f"layers {', '.join(map(str, spec.layer_ids))} of {spec.target_identity}, {spec.dtype}")
+    if plan_id:
+        _show_shards(catalog, plan_id)
+    else:
+        _show_plans(catalog)
+        _show_versions(catalog)
+
+
+def _show_plans(catalog: "Catalog") -> None:
+    from layertap.coordinator import Watch
+
+    table = _table("plan", "rows", "tokens", "done", "shards")
+    for plan_id in catalog.plans():
+        seen = Watch(catalog, catalog.plan(plan_id)).poll()
+        shards = ", ".join(f"{count:,} {state}" for state, count in sorted(seen.shards_by_state.items()))
+        table.add_row(plan_id, f"{seen.num_rows:,}", f"{seen.num_tokens:,}", f"{seen.percent:.1f}%", shards)
+    Console(highlight=False).print(table)
+
+
+def _show_versions(catalog: "Catalog") -> None:
+    from layertap.versions import Versions
+
+    versions = Versions(catalog.store)
+    table = _table("version", "rows", "stored", "tokens", "complete", "published")
+    for version in map(versions.get, versions.numbers()):
+        counts = [f"{n:,}" for n in (version.num_rows, version.num_stored, version.num_tokens)]
+        table.add_row(str(version.number), *counts, "yes" if version.complete else "no", version.created_at)
+    Console(highlight=False).print(table)
+
+
+def _show_shards(catalog: "Catalog", plan_id: str) -> None:
+    from layertap.coordinator import Watch
+
+    table = _table("shard", "state", "claims", "failures", "rows", "tokens", "lane")
+    for row in Watch(catalog, catalog.plan(plan_id)).poll().shards:
+        done = [f"{row[f'{what} done']:,} of {row[what]:,}" for what in ("rows", "tokens")]
+        cells = [row["shard"], row["state"], row["claims"], row["failures"], *done, row["lane"]]
+        table.add_row(*map(str, cells))
+    Console(highlight=False).print(table)
+
+
+def _table(*columns: str) -> Table:
+    """An empty table; only its last column is folded where the terminal is too narrow."""
+    *others, last = columns
+    table = Table(*(Column(name, no_wrap=True) for name in others), box=box.SIMPLE, show_header=any(columns))
+    table.add_column(last, overflow="fold")
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""One run from the coordinator's seat: plan it, watch it in the store, publish what came of it. No GPU."""
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.catalog import Catalog, PlanRecord, Root, Watcher
+from layertap.dataset import Columns, Scan, TokenDataset
+from layertap.errors import DatasetError, TooManyRefusedError
+from layertap.lane import BEAT_S
+from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
+from layertap.progress import Rate, format_duration
+from layertap.records import keys_xor
+from layertap.shard_state import ShardState, ShardStatus
+from layertap.spec import FORMAT_VERSION, DTypeName, ExtractionSpec, LastHiddenState
+from layertap.store import Store
+from layertap.target_info import TargetInfo, inspect_target
+from layertap.versions import Version, Versions
+
+MAX_TABLE_ROWS = 100
+"""Rows of a table that a person looks at; the worst come first, the rest is counted."""
+
+TRAINERS_THAT_NEED_LAST = ("speculators", "ModelOpt", "EAGLE-3 in SpecForge", "Automodel", "DeepSpec")
+"""Trainers that read the last hidden state whatever their loss, so that `none` shuts them out."""
+
+HAS_OUTCOME = (ShardState.COMMITTED, ShardState.VOID)
+
+SETTLED_STATES = (*HAS_OUTCOME, ShardState.FAILED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a run is asked to do."""
+
+    dataset: str
+    """Path of the tokenised dataset: an Arrow folder, a Parquet file or a folder of them."""
+
+    target: str
+    """Hub id or folder of the target."""
+
+    layer_ids: tuple[int, ...]
+    """0-based decoder-layer outputs."""
+
+    revision: str | None = None
+    """Hub revision of the target; None is its main branch."""
+
+    split: str | None = None
+    """Split of a dictionary of datasets."""
+
+    columns: Columns = field(default_factory=Columns)
+    """Names of the dataset's columns."""
+
+    last_hidden_state: LastHiddenState = "pre_norm"
+    dtype: DTypeName = "bfloat16"
+    max_length: int = 4096
+
+    too_long: Literal["truncate", "refuse"] = "truncate"
+    """What happens to rows longer than `max_length` tokens."""
+
+    plan: PlanSettings = field(default_factory=PlanSettings)
+
+    max_refused_share: float = 0.01
+    """Share of the dataset's rows that may be missing in the end before the run counts as failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """A plan before it is written, and all that led to it; made without a store."""
+
+    settings: RunSettings
+    dataset: TokenDataset
+    info: TargetInfo
+    spec: ExtractionSpec
+    scan: Scan
+
+    @classmethod
+    def make(cls, settings: RunSettings) -> Self:
+        """Open the dataset, read the target's config, and check every row against it.
+
+        Raises:
+            DatasetError, TargetError, SpecError: the input can't be extracted as asked.
+            TooManyRefusedError: more rows are unfit than the policy allows.
+        """
+        info = inspect_target(settings.target, revision=settings.revision)
+        spec = ExtractionSpec(
+            target_identity=info.identity,
+            layer_ids=settings.layer_ids,
+            last_hidden_state=settings.last_hidden_state,
+            dtype=settings.dtype,
+            max_length=settings.max_length,
+        )
+        spec.check_against(info.num_hidden_layers)
+        dataset = TokenDataset.open(settings.dataset, split=settings.split, columns=settings.columns)
+        scan = dataset.scan(
+            vocab_size=info.vocab_size, max_length=spec.max_length, too_long=settings.too_long
+        )
+        check_refused(scan.refused, dataset.num_rows, settings.max_refused_share)
+        return cls(settings=settings, dataset=dataset, info=info, spec=spec, scan=scan)
+
+    def plan(self, rows: NDArray[np.int64] | None = None) -> Plan:
+        """Cut the given rows of the dataset, or all distinct ones, into batches and shards."""
+        chosen = self.scan.unique(settled=None) if rows is None else rows
+        return make_plan(
+            self.scan.keys[chosen],
+            self.scan.num_tokens[chosen],
+            spec_fingerprint=self.spec.fingerprint,
+            settings=self.settings.plan,
+        )
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """What the plan will cost."""
+        return estimate(
+            plan,
+            spec=self.spec,
+            hidden_size=self.info.hidden_size,
+            num_parameters=self.info.num_parameters,
+        )
+
+    def table(self, plan: Plan) -> list[tuple[str, str]]:
+        """The plan in rows of a name and a value, for a person."""
+        cost, scan = self.estimate(plan), self.scan
+        num_valid = int(np.count_nonzero(scan.num_tokens))
+        rows = [
+            ("rows in the dataset", f"{self.dataset.num_rows:,}"),
+            ("rows refused", f"{len(scan.refused):,}"),
+            ("rows truncated", f"{scan.num_truncated:,} to {self.spec.max_length:,} tokens"),
+            ("rows stored already, or equal to another", f"{num_valid - cost.num_rows:,}"),
+            ("rows to extract", f"{cost.num_rows:,}"),
+            ("tokens to extract", f"{cost.num_tokens:,}"),
+            ("batches in shards", f"{cost.num_batches:,} in {cost.num_shards:,}"),
+            ("padding", f"{cost.padding_share:.2%}"),
+            ("to be stored", format_bytes(cost.data_bytes)),
+            ("store requests", f"{cost.num_requests:,}"),
+            ("GPU-hours on an H200", f"{cost.gpu_hours:.2f}"),
+            ("layers (0-based outputs)", ", ".join(map(str, self.spec.layer_ids))),
+            ("last hidden state", self.spec.last_hidden_state),
+            ("target", self.spec.target_identity),
+        ]
+        if not self.spec.stores_last:
+            rows.append(("can't be trained on by", ", ".join(TRAINERS_THAT_NEED_LAST)))
+        return rows
+
+
+def check_refused(refused: Mapping[int, str], num_rows: int, max_share: float) -> None:
+    """Refuse a dataset with more unfit rows than the policy allows.
+
+    Raises:
+        TooManyRefusedError: with the first few reasons and the way out.
+    """
+    if len(refused) <= max_share * num_rows:
+        return
+    first = "".join(f"\n  {reason}" for reason in list(refused.values())[:5])
+    raise TooManyRefusedError(
+        f"{len(refused):,} of {num_rows:,} rows are refused, above the allowed share of {max_share:.2%}. "
+        f"Mend the dataset, or raise max_refused_share. The first of them:{first}"
+    )
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`14.8 TB`, `503 MB`, `12 B`; powers of 1000."""
+    exponent = min(5, int(math.log(max(num_bytes, 1), 1000)))
+    scaled = num_bytes / 1000**exponent
+    return f"{scaled:.0f} B" if exponent == 0 else f"{scaled:.3g} {'kMGTP'[exponent - 1]}B"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProgress:
+    """How far a run is, as the store shows it."""
+
+    num_tokens: int
+    num_tokens_done: int
+    num_rows: int
+    num_rows_done: int
+    tokens_per_s: float
+    samples_per_s: float
+    eta_s: float | None
+    shards_by_state: dict[str, int]
+    num_claimable: int
+    """Shards that a further lane could take now."""
+
+    lanes: dict[str, int]
+    """Shards each live lane holds."""
+
+    shards: list[dict[str, Any]]
+    """A row a shard, those that need a look first; at most 100."""
+
+    @property
+    def percent(self) -> float:
+        """Share of the plan's tokens that is done, in percent."""
+        return 100.0 * self.num_tokens_done / max(self.num_tokens, 1)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every shard has an outcome or has failed for good."""
+        return sum(self.shards_by_state.values()) == sum(
+            self.shards_by_state.get(state, 0) for state in SETTLED_STATES
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_rows_done:,} of {self.num_rows:,} rows, {self.samples_per_s:.1f} samples/s, "
+            f"{self.tokens_per_s:,.0f} tokens/s, ETA {format_duration(self.eta_s)}"
+        )
+
+
+class Watch:
+    """Looks at a plan's state in the store, again and again."""
+
+    def __init__(self, catalog: Catalog, plan: PlanRecord) -> None:
+        self.catalog = catalog
+        self.plan = plan
+        self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
+        self._rate = Rate()
+
+    def poll(self) -> RunProgress:
+        """Look once."""
+        statuses = self._watcher.poll()
+        held = {
+            k: self.catalog.read_claim(self.plan.plan_id, k, status.claim)
+            for k, status in statuses.items()
+            if status.state == ShardState.CLAIMED
+        }
+        rows = [self._row(k, statuses[k], held.get(k, {})) for k in range(len(self.plan.shards))]
+        tokens_done = sum(row["tokens done"] for row in rows)
+        rows_done = sum(row["rows done"] for row in rows)
+        self._rate.update(tokens_done, rows_done)
+        states = Counter(str(status.state) for status in statuses.values())
+        return RunProgress(
+            num_tokens=self.plan.num_tokens,
+            num_tokens_done=tokens_done,
+            num_rows=self.plan.num_rows,
+            num_rows_done=rows_done,
+            tokens_per_s=self._rate.tokens_per_s,
+            samples_per_s=self._rate.samples_per_s,
+            eta_s=self._rate.eta_s(self.plan.num_tokens - tokens_done),
+            shards_by_state=dict(states),
+            num_claimable=states[ShardState.WAITING] + states[ShardState.STALE],
+            lanes=dict(Counter(claim["lane"] for claim in held.values())),
+            shards=sorted(rows, key=lambda row: (ATTENTION.index(row["state"]), row["shard"]))[
+                :MAX_TABLE_ROWS
+            ],
+        )
+
+    def _row(self, shard: int, status: ShardStatus, claim: dict[str, Any]) -> dict[str, Any]:
+        record = self.plan.shards[shard]
+        whole = status.state in SETTLED_STATES
+        return {
+            "shard": shard,
+            "state": str(status.state),
+            "lane": claim.get("lane", ""),
+            "claims": status.claim,
+            "failures": status.num_failures,
+            "rows": record.num_rows,
+            "rows done": record.num_rows if whole else claim.get("num_rows", 0),
+            "tokens": record.num_tokens,
+            "tokens done": record.num_tokens if whole else claim.get("num_tokens", 0),
+        }
+
+
+ATTENTION = [
+    ShardState.FAILED,
+    ShardState.STALE,
+    ShardState.CLAIMED,
+    ShardState.WAITING,
+    ShardState.VOID,
+    ShardState.COMMITTED,
+]
+"""States in the order in which a person wants to see their shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What came of a run."""
+
+    version: Version
+    num_rows: int
+    missing: dict[int, str]
+    """Row of the dataset -> why it isn't stored."""
+
+    failures: dict[int, str]
+    """Shard that failed for good -> its last error."""
+
+    def check(self, max_refused_share: float) -> None:
+        """Fail when shards failed, or when more rows are missing than the policy allows.
+
+        Raises:
+            TooManyRefusedError: with the reasons and the way out.
+        """
+        if self.failures:
+            first = next(iter(self.failures.items()))
+            raise TooManyRefusedError(
+                f"{len(self.failures):,} shards failed, shard {first[0]} with: {first[1]}. "
+                "Start the same run again to retry them: only what is missing is computed"
+            )
+        check_refused(self.missing, self.num_rows, max_refused_share)
+
+    def markdown(self) -> str:
+        """The report for a person."""
+        num_stored = self.num_rows - len(self.missing)
+        lines = [
+            f"**{num_stored:,} of {self.num_rows:,} rows** are stored in version {self.version.number}"
+            f" ({'complete' if self.version.complete else 'incomplete'}).",
+        ]
+        if self.failures:
+            lines += ["", "| shard | last error |", "| --- | --- |"]
+            lines += [
+                f"| {k} | {e.splitlines()[0]} |" for k, e in list(self.failures.items())[:MAX_TABLE_ROWS]
+            ]
+            lines += ["", "Start the same run again to retry them: only what is missing is computed."]
+        if self.missing:
+            lines += ["", "| row | why it is missing |", "| --- | --- |"]
+            lines += [f"| {k} | {reason} |" for k, reason in list(self.missing.items())[:MAX_TABLE_ROWS]]
+            lines += ["", f"{len(self.missing):,} rows are missing in all; the version names every one."]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run on one root, from its plan to its version."""
+
+    catalog: Catalog
+    preview: Preview
+    plan: PlanRecord | None
+    """None when everything is stored already."""
+
+    table: list[tuple[str, str]]
+    parent: int | None
+    """The newest version when the run was planned."""
+
+    @classmethod
+    def prepare(cls, store: Store, settings: RunSettings) -> Self:
+        """Check the store and the input, then write the plan or take up an unfinished one.
+
+        Raises:
+            StoreRefusedError: the store lacks a permission or a feature that the run needs.
+            DatasetError, TargetError, SpecError, TooManyRefusedError: the input can't be extracted as asked.
+            SpecMismatchError: the root belongs to another extraction.
+        """
+        store.check()
+        preview = Preview.make(settings)
+        catalog = Catalog(store)
+        catalog.create_root(
+            Root(format_version=FORMAT_VERSION, spec=preview.spec, target=preview.info.to_dict())
+        )
+        parent = Versions(store).newest_number()
+        rows = preview.scan.unique(settled=catalog.settled().keys)
+        plan = preview.plan(rows)
+        record = _plan_record(catalog, preview, plan, rows) if len(rows) else None
+        return cls(catalog=catalog, preview=preview, plan=record, table=preview.table(plan), parent=parent)
+
+    def watch(self) -> Watch:
+        """Watch the run's plan."""
+        assert self.plan is not None
+        return Watch(self.catalog, self.plan)
+
+    def stop(self) -> None:
+        """Tell every lane to end at its next beat."""
+        if self.plan is not None:
+            self.catalog.stop(self.plan.plan_id)
+
+    def publish(self) -> Report:
+        """Publish the version of the dataset that the store now holds; the same store gives the same version.
+
+        Raises:
+            DatasetError: the dataset's files were overwritten during the run.
+            CatalogError: a newer dataset was published meanwhile.
+        """
+        self._check_dataset_unchanged()
+        versions, preview = Versions(self.catalog.store), self.preview
+        version = versions.publish(preview.dataset, preview.scan, self.catalog.settled(), parent=self.parent)
+        return Report(
+            version=version,
+            num_rows=preview.dataset.num_rows,
+            missing=versions.missing(version),
+            failures=self._failures(),
+        )
+
+    def _check_dataset_unchanged(self) -> None:
+        settings, spec = self.preview.settings, self.preview.spec
+        scan = self.preview.dataset.scan(
+            vocab_size=self.preview.info.vocab_size, max_length=spec.max_length, too_long=settings.too_long
+        )
+        if scan.fingerprint != self.preview.scan.fingerprint:
+            raise DatasetError(
+                f"{settings.dataset} was overwritten while the run went on: masks and ids of the planned "
+                "rows are gone. What was computed is stored; start the run again on the new dataset"
+            )
+
+    def _failures(self) -> dict[int, str]:
+        if self.plan is None:
+            return {}
+        plan_id = self.plan.plan_id
+        failed = [k for k, s in _statuses(self.catalog, plan_id).items() if s.state == ShardState.FAILED]
+        return {k: self.catalog.last_failure(plan_id, k)["error"] for k in failed}
+
+
+def _plan_record(catalog: Catalog, preview: Preview, plan: Plan, rows: NDArray[np.int64]) -> PlanRecord:
+    """The unfinished plan that computes exactly these rows, ready to be worked on again, or a new one."""
+    record = _adoptable(catalog, plan) or catalog.put_plan(
+        plan,
+        lambda k: preview.dataset.input_ids(int(rows[plan.rows[k]]))[: preview.spec.max_length],
+        max_batch_bytes=preview.estimate(plan).max_batch_bytes,
+    )
+    catalog.resume(record.plan_id)
+    for shard, status in _statuses(catalog, record.plan_id).items():
+        if status.state == ShardState.FAILED:
+            catalog.retry(record.plan_id, shard, status.claim)
+    return record
+
+
+def _adoptable(catalog: Catalog, plan: Plan) -> PlanRecord | None:
+    """An existing plan whose shards without an outcome hold just the keys of `plan`.
+
+    Cutting the rest of an interrupted run anew would compute again what its surviving lanes have in hand.
+    """
+    for plan_id in catalog.plans():
+        record = catalog.plan(plan_id)
+        left = [record.shards[k] for k in catalog.without_outcome(plan_id)]
+        xor = reduce(operator.xor, (int(shard.keys_xor, 16) for shard in left), 0)
+        if (sum(shard.num_rows for shard in left), xor) == (len(plan.keys), int(keys_xor(plan.keys), 16)):
+            return record
+    return None
+
+
+def _statuses(catalog: Catalog, plan_id: str) -> dict[int, ShardStatus]:
+    """Where every shard stands, no claim being stale yet."""
+    return Watcher(catalog, plan_id).poll()

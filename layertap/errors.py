@@ -1,0 +1,123 @@
+"""Everything layertap raises on purpose.
+
+    LayertapError
+    ├── InputError             the user's input is wrong: never retried
+    │   ├── DatasetError       the dataset can't be read as asked
+    │   ├── SpecError          layer ids, dtype, norm, length or budget make no sense
+    │   ├── TargetError        the target can't be loaded or tapped
+    │   └── TemplateError      the chat template gives no loss mask
+    ├── StoreError             the object store failed for now: worth another try
+    │   ├── NotFoundError      no such object
+    │   ├── AlreadyExistsError create-once lost: somebody wrote this key first
+    │   └── StoreRefusedError  forbidden, no bucket, quota, no space: never retried
+    ├── CatalogError           what the root holds forbids the operation
+    │   ├── SpecMismatchError  the root belongs to another extraction
+    │   └── FormatError        written by a newer format than this version reads
+    ├── IntegrityError         bytes read back aren't the bytes that were written
+    ├── DeviceError            this host's GPU isn't there for this lane alone
+    ├── SelfCheckError         the target computes something else than it should
+    ├── ClaimLostError         another lane owns the shard by now
+    ├── StoppedError           the run was told to stop
+    └── TooManyRefusedError    more rows are missing than the policy allows
+
+Foreign exceptions are mapped once, in the module that calls the foreign library.
+"""
+
+
+class LayertapError(Exception):
+    """Base of every error raised on purpose."""
+
+    retriable = False
+
+
+class InputError(LayertapError):
+    """The user's input is wrong; the message names the value and the way out."""
+
+
+class DatasetError(InputError):
+    """The dataset can't be read as asked."""
+
+
+class SpecError(InputError):
+    """The specification of the extraction makes no sense for this target."""
+
+
+class TargetError(InputError):
+    """The target can't be loaded or tapped."""
+
+
+class TemplateError(InputError):
+    """The chat template can't tell the assistant's tokens from the others."""
+
+
+class StoreError(LayertapError):
+    """The object store failed; the same call may succeed later."""
+
+    retriable = True
+
+
+class NotFoundError(StoreError):
+    """There is no such object."""
+
+    retriable = False
+
+
+class AlreadyExistsError(StoreError):
+    """A create-once put found the object there."""
+
+    retriable = False
+
+
+class StoreRefusedError(StoreError):
+    """The store refuses for good: forbidden, no bucket, no space."""
+
+    retriable = False
+
+
+class CatalogError(LayertapError):
+    """What the root holds forbids the operation."""
+
+
+class SpecMismatchError(CatalogError):
+    """The root belongs to another extraction."""
+
+
+class FormatError(CatalogError):
+    """The root was written by a newer major format."""
+
+
+class IntegrityError(LayertapError):
+    """Bytes read back differ from the bytes that were written."""
+
+    retriable = True
+
+
+class DeviceError(LayertapError):
+    """This host's GPU isn't there for this lane alone."""
+
+
+class SelfCheckError(LayertapError):
+    """The target computes something else than it should."""
+
+
+class ClaimLostError(LayertapError):
+    """Another lane owns the shard by now; its outcome stands."""
+
+
+class StoppedError(LayertapError):
+    """The run was told to stop."""
+
+
+class TooManyRefusedError(LayertapError):
+    """More rows are missing than the policy allows."""
+
+
+def is_retriable(error: BaseException) -> bool:
+    """Whether another try of the same shard may succeed.
+
+    Errors raised on purpose say it themselves; a foreign one (a CUDA error, a bug) gets another try,
+    because it costs a shard's minutes while giving up costs its rows.
+    """
+    if isinstance(error, LayertapError):
+        return error.retriable
+    return isinstance(error, Exception)

@@ -1,0 +1,64 @@
+"""The device a lane owns: which one it is, and that nobody else has it."""
+
+import fcntl
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from layertap.errors import DeviceError
+
+
+def host_name() -> str:
+    """The name this host gives itself."""
+    return socket.gethostname()
+
+
+def find_device() -> torch.device:
+    """The one device this process may use.
+
+    Raises:
+        DeviceError: several GPUs are visible, so that lanes might share one.
+    """
+    num_gpus = torch.cuda.device_count()
+    if num_gpus > 1:
+        raise DeviceError(
+            f"this lane sees {num_gpus} GPUs and must see one: start it through `layertap workers`, or set "
+            f"CUDA_VISIBLE_DEVICES before Python starts (it is {os.environ.get('CUDA_VISIBLE_DEVICES')!r})"
+        )
+    return torch.device("cuda" if num_gpus else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """`NVIDIA H200 (GPU-…)`, or `CPU (4 threads)`."""
+    if device.type != "cuda":
+        return f"CPU ({torch.get_num_threads()} threads)"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} (GPU-{properties.uuid})"
+
+
+@contextmanager
+def own_device(device: torch.device) -> Iterator[None]:
+    """Hold the GPU for this process alone; the kernel lets go of it however the process ends.
+
+    Raises:
+        DeviceError: another process holds it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    uuid = torch.cuda.get_device_properties(device).uuid
+    path = Path(tempfile.gettempdir()) / f"layertap-gpu-{uuid}.lock"
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DeviceError(
+                f"another process holds {device_name(device)} (lock {path}): "
+                "an orphan of an earlier run? End it, or start the lane on another GPU"
+            ) from error
+        yield

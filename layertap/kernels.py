@@ -1,0 +1,50 @@
+"""Which kernels transformers runs a model with: those of a package such as `fla`, or its own slow code.
+
+The choice falls once, when the model's module is imported: by what is installed, not by what device there is.
+"""
+
+import importlib.util
+import inspect
+import sys
+
+import torch
+from torch import nn
+
+from layertap.errors import TargetError
+
+OWN_CODE = "transformers (reference)"
+
+
+def keep_gpu_kernels_out() -> None:
+    """Have transformers take its own code instead of `fla`'s kernels, which die without a GPU.
+
+    No use after the model's module was imported.
+    """
+    if "fla" not in sys.modules and importlib.util.find_spec("fla"):
+        sys.modules["fla"] = None  # type: ignore[assignment]
+
+
+def kernels_in_use(layers: nn.ModuleList) -> dict[str, str]:
+    """Functions of the layers' code for which there was a choice, and the module that was chosen."""
+    chosen: dict[str, str] = {}
+    for module in {sys.modules[type(layer).__module__] for layer in layers.modules()}:
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            implementation = inspect.getclosurevars(function).nonlocals.get("implementation")
+            if implementation is not None:
+                is_own = implementation.__module__ == module.__name__
+                chosen[name] = OWN_CODE if is_own else implementation.__module__
+    return chosen
+
+
+def refuse_gpu_kernels(layers: nn.ModuleList, device: torch.device) -> None:
+    """Refuse kernels that can't run on the device.
+
+    Raises:
+        TargetError: the layers are on a CPU and were imported with `fla`'s kernels.
+    """
+    for name, package in kernels_in_use(layers).items():
+        if device.type == "cpu" and package.partition(".")[0] == "fla":
+            raise TargetError(
+                f"{name} runs on a GPU only ({package}), and the target is on {device}: start with "
+                "CUDA_VISIBLE_DEVICES= set to nothing and import no model before layertap, to keep fla out"
+            )

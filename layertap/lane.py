@@ -1,0 +1,359 @@
+"""A lane: one process with one copy of the target on one device, taking shard after shard of a plan."""
+
+import contextlib
+import logging
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from safetensors.torch import load, save
+
+from layertap.catalog import Catalog, Claim, Outcome, PlanRecord, Watcher
+from layertap.errors import AlreadyExistsError, ClaimLostError, LayertapError, StoppedError
+from layertap.extract import Extractor
+from layertap.host import device_name, find_device, host_name, own_device
+from layertap.progress import Clock
+from layertap.shard_state import ShardState
+from layertap.store import Store
+from layertap.target import Target, compare_canary
+
+BEAT_S = 10.0
+"""Seconds between two beats of a claim; a claim without a beat for three of them is stale."""
+
+IN_FLIGHT = 2
+"""Shards a lane works on at once: one on the device, one draining or reading ahead."""
+
+FAILURES_BEFORE_SELF_CHECK = 2
+
+CANARY = "target/canary.safetensors"
+
+log = logging.getLogger(__name__)
+
+
+def now() -> str:
+    """The time of day in UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass
+class _Held:
+    """A claim of this lane and how far its shard is."""
+
+    claim: Claim
+    num_tokens: int = 0
+    num_rows: int = 0
+    outcome: Outcome | None = None
+
+
+@dataclass(kw_only=True)
+class LaneReport:
+    """What a lane did."""
+
+    name: str
+    device: str
+    committed: list[Outcome] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the shards this lane committed."""
+        return sum(outcome.num_tokens for outcome in self.committed)
+
+
+class Lane:
+    """One target on one device, working through the shards of a plan. A context manager.
+
+    Lanes share the shards through claims in the store. A claim is beaten until its shard is committed or
+    failed, so other lanes can tell a slow lane from a dead one.
+    """
+
+    def __init__(self, catalog: Catalog, plan: PlanRecord, *, name: str) -> None:
+        self.catalog = catalog
+        self.plan = plan
+        self.name = name
+        self.clock = Clock()
+        self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
+        self._held: dict[int, _Held] = {}
+        self._failed_here: set[int] = set()
+        self._failures_in_a_row = 0
+        self._ending = threading.Event()
+        self._stopped = threading.Event()
+        self._exits = contextlib.ExitStack()
+
+    @classmethod
+    def open(
+        cls, store: Store, plan_id: str, *, target: str, revision: str | None = None, name: str
+    ) -> Self | None:
+        """Look for work, take the device, load the target and check it.
+
+        Args:
+            store: the root the plan lies in.
+            plan_id: the plan to work through.
+            target: the target on this host: a hub id or a folder.
+            revision: hub revision of the target.
+            name: what this lane is called in claims and outcomes.
+
+        Returns:
+            The lane, or None when there is nothing to do.
+
+        Raises:
+            TargetError, DeviceError, SelfCheckError: this host can't work on the plan.
+        """
+        catalog = Catalog(store)
+        lane = cls(catalog, catalog.plan(plan_id), name=name)
+        if not lane.wait_for_work():
+            return None
+        try:
+            lane._load(target, revision)
+        except BaseException:
+            lane.close()
+            raise
+        return lane
+
+    def _load(self, source: str, revision: str | None) -> None:
+        root = self.catalog.root()
+        self.device = find_device()
+        self._exits.enter_context(own_device(self.device))
+        with self.clock.spent("loading"):
+            self.target = Target.load(source, spec=root.spec, revision=revision, device=self.device)
+        self.self_check()
+        self.extractor = Extractor(
+            self.target, self.catalog.store, max_batch_bytes=self.plan.max_batch_bytes, clock=self.clock
+        )
+        self._exits.callback(self.extractor.close)
+        beats = threading.Thread(target=self._beat_until_closed, name="beats", daemon=True)
+        beats.start()
+        self._exits.callback(beats.join)
+
+    def self_check(self) -> None:
+        """Check the target against itself and against the canary of the root's first lane."""
+        with self.clock.spent("self-check"):
+            self.target.self_check()
+            mine = self.target.canary_states()
+            with contextlib.suppress(AlreadyExistsError):
+                self.catalog.store.create(CANARY, save(mine))
+            compare_canary(mine, load(self.catalog.store.get(CANARY)))
+
+    def wait_for_work(self) -> bool:
+        """Whether there is a shard to claim, now or because the lane that held it has died.
+
+        A claim of a dead lane shows only after three beats without a change, so this may take that long.
+        """
+        deadline = time.monotonic() + 4 * BEAT_S
+        while not self._stopped.is_set():
+            states = self._poll()
+            if any(state in (ShardState.WAITING, ShardState.STALE) for state in states.values()):
+                return True
+            if ShardState.CLAIMED not in states.values() or time.monotonic() > deadline:
+                return False
+            self._ending.wait(BEAT_S / 2)
+        return False
+
+    def _poll(self) -> dict[int, ShardState]:
+        self._statuses = self._watcher.poll()
+        return {shard: status.state for shard, status in self._statuses.items() if shard not in self._held}
+
+    def claim(self) -> Claim | None:
+        """Claim the next shard that waits or whose lane died, or None when there is none just now.
+
+        Shards that failed on this lane come last: another lane may have more luck with them.
+        """
+        states = self._poll()
+        free = [k for k, state in states.items() if state in (ShardState.WAITING, ShardState.STALE)]
+        for shard in sorted(free, key=lambda k: (k in self._failed_here, k)):
+            number = self._statuses[shard].claim + 1
+            details = {"host": host_name(), "device": device_name(self.device), "claimed_at": now()}
+            claim = self.catalog.claim(self.plan.plan_id, shard, number, lane=self.name, details=details)
+            if claim is not None:
+                self._held[shard] = _Held(claim)
+                return claim
+        return None
+
+    def extract(self, claim: Claim) -> Outcome:
+        """Extract the shard of `claim` and commit it. Safe to call from two threads at once.
+
+        Each call writes under a fresh attempt, so nothing of a failed try is ever taken for data. Called
+        again after its commit (a scheduler that lost the result), it returns the outcome.
+
+        Raises:
+            ClaimLostError: another lane committed the shard first.
+            StoppedError: the run was told to stop.
+            StoreError: the store failed for longer than its retries last.
+        """
+        held, attempt, started_at = self._held[claim.shard], uuid.uuid4().hex, now()
+        if held.outcome is not None:
+            return held.outcome
+
+        def on_progress(num_rows: int, num_tokens: int) -> None:
+            held.num_rows, held.num_tokens = num_rows, num_tokens
+
+        result = self.extractor.extract_shard(
+            self.catalog.shard_rows(self.plan.plan_id, claim.shard),
+            self.catalog.attempt_prefix(self.plan.plan_id, claim.shard, attempt),
+            on_progress=on_progress,
+            should_stop=self.check_stopped,
+        )
+        outcome = Outcome(
+            kind="committed",
+            shard=claim.shard,
+            claim=claim.number,
+            attempt=attempt,
+            lane=self.name,
+            host=host_name(),
+            device=device_name(self.device),
+            environment=self.target.environment(),
+            started_at=started_at,
+            ended_at=now(),
+            **vars(result),
+        )
+        held.outcome = self.catalog.commit(claim, outcome)
+        return held.outcome
+
+    def let_go(self, claim: Claim) -> None:
+        """Stop beating the claim: its shard has an outcome."""
+        del self._held[claim.shard]
+        self._failures_in_a_row = 0
+
+    def fail(self, claim: Claim, error: BaseException) -> None:
+        """Record why the shard failed and let go of it; after two failures in a row, doubt the target.
+
+        Raises:
+            SelfCheckError: the target no longer computes what it should.
+        """
+        del self._held[claim.shard]
+        self._failed_here.add(claim.shard)
+        failure = {
+            "lane": self.name,
+            "host": host_name(),
+            "device": device_name(self.device),
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+            "failed_at": now(),
+        }
+        self.catalog.fail(claim, failure)
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= FAILURES_BEFORE_SELF_CHECK:
+            with self.extractor.device_lock:
+                self.self_check()
+
+    def check_stopped(self) -> None:
+        """Raise StoppedError when the run was told to stop or the lane is closing."""
+        if self._stopped.is_set() or self._ending.is_set():
+            raise StoppedError(f"plan {self.plan.plan_id} was told to stop")
+
+    def _beat_until_closed(self) -> None:
+        counter = 0
+        while not self._ending.wait(BEAT_S):
+            counter += 1
+            try:
+                self._beat(counter)
+            except LayertapError as error:
+                log.warning("a beat failed, the next one follows in %g s: %s", BEAT_S, error)
+
+    def _beat(self, counter: int) -> None:
+        if self.catalog.stopping(self.plan.plan_id):
+            self._stopped.set()
+        for held in list(self._held.values()):
+            progress = {"counter": counter, "num_tokens": held.num_tokens, "num_rows": held.num_rows}
+            self.catalog.beat(held.claim, {**progress, "lane": self.name, "beat_at": now()})
+
+    def close(self) -> None:
+        """End the lane's threads, give back the shards in hand, and let go of the device."""
+        self._ending.set()
+        self._exits.close()
+        for held in self._held.values():
+            if held.outcome is None:
+                self.catalog.release(held.claim)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ShardFuture(Protocol):
+    """What `work_through` asks of a future: concurrent.futures' and Prefect's both give it."""
+
+    def add_done_callback(self, fn: Callable[[Any], Any]) -> None:
+        """Call `fn` with the future once it is done."""
+
+    def result(self) -> Any:
+        """The outcome, or raise what the shard raised."""
+
+
+def work_through(lane: Lane, submit: Callable[[Claim], ShardFuture]) -> LaneReport:
+    """Claim and extract shards, two in flight, until there is nothing left to claim.
+
+    Args:
+        lane: an open lane.
+        submit: starts `lane.extract(claim)` in a thread and returns its future; its retries are its own.
+
+    Raises:
+        StoppedError: the run was told to stop.
+        SelfCheckError: the target went wrong; this lane's open shards are left to other lanes.
+    """
+    report = LaneReport(name=lane.name, device=device_name(lane.device))
+    done: SimpleQueue[tuple[Claim, ShardFuture]] = SimpleQueue()
+    num_in_flight = 0
+    while True:
+        lane.check_stopped()
+        while num_in_flight < IN_FLIGHT and (claim := lane.claim()):
+            submit(claim).add_done_callback(partial(_hand_in, done, claim))
+            num_in_flight += 1
+        if num_in_flight:
+            with contextlib.suppress(Empty):
+                _settle(lane, report, *done.get(timeout=BEAT_S))
+                num_in_flight -= 1
+        elif not lane.wait_for_work():
+            report.seconds = lane.clock.seconds
+            return report
+
+
+def _hand_in(done: "SimpleQueue[tuple[Claim, ShardFuture]]", claim: Claim, future: ShardFuture) -> None:
+    done.put((claim, future))
+
+
+def _settle(lane: Lane, report: LaneReport, claim: Claim, future: ShardFuture) -> None:
+    """Book a finished shard: an outcome, or a failure for the store to keep."""
+    try:
+        future.result()
+        report.committed.append(lane.catalog.outcome(lane.plan.plan_id, claim.shard))
+        lane.let_go(claim)
+    except StoppedError:
+        raise
+    except ClaimLostError:
+        lane.let_go(claim)
+    except Exception as error:
+        lane.fail(claim, error)
+        report.failed[claim.shard] = f"{type(error).__name__}: {error}"
+
+
+def extract_in_threads(lane: Lane) -> LaneReport:
+    """Work through the plan without a scheduler, each shard in a plain thread."""
+
+    def submit(claim: Claim) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(lane.extract(claim))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name=f"shard-{claim.shard:05d}").start()
+        return future
+
+    return work_through(lane, submit)

@@ -1,0 +1,318 @@
+"""What the catalog's objects hold: the root's record, plans, shards' rows, claims and outcomes."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import blake2b
+from io import BytesIO
+from typing import Any, Literal, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from layertap.errors import FormatError, IntegrityError
+from layertap.plan import PlanSettings
+from layertap.spec import FORMAT_VERSION, ExtractionSpec
+from layertap.store import Store, checksum
+
+PLAN_SCHEMA = 1
+"""Schema of plans; a lane works on no other."""
+
+KEY_BYTES = 16
+
+
+def to_json(values: Mapping[str, Any]) -> bytes:
+    """A record's bytes."""
+    return json.dumps(values, indent=1).encode()
+
+
+def from_json(path: str, data: bytes) -> dict[str, Any]:
+    """The inverse of `to_json`.
+
+    Raises:
+        IntegrityError: no JSON object; records are written whole, so something else damaged it.
+    """
+    try:
+        values = json.loads(data)
+    except ValueError as error:
+        raise IntegrityError(f"{path} is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise IntegrityError(f"{path} is damaged: no JSON object")
+    return values
+
+
+def get_checked(store: Store, path: str, expected: str) -> bytes:
+    """An object that must have this checksum; fetched again once if it hasn't.
+
+    Raises:
+        IntegrityError: names the object and both checksums.
+    """
+    for _ in range(2):
+        data = store.get(path)
+        found = checksum(data)
+        if found == expected:
+            return data
+    raise IntegrityError(f"{store.uri}/{path} has the checksum {found}, but was written with {expected}")
+
+
+def check_format(what: str, version: str) -> None:
+    """Refuse what a newer major format wrote.
+
+    Raises:
+        FormatError: it needs a newer layertap.
+    """
+    if int(version.split(".")[0]) > int(FORMAT_VERSION.split(".")[0]):
+        raise FormatError(
+            f"{what} has format {version}, newer than {FORMAT_VERSION}, which this layertap reads: upgrade it"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """What a root is for: layertap.json."""
+
+    spec: ExtractionSpec
+
+    target: dict[str, Any]
+    """What is known of the target: source, revision, sizes, quantisation."""
+
+    format_version: str = FORMAT_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values, with the spec's fingerprint."""
+        return {
+            "format_version": self.format_version,
+            "spec": self.spec.to_dict(),
+            "spec_fingerprint": self.spec.fingerprint,
+            "target": self.target,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            FormatError: written by a newer major format.
+        """
+        check_format("the root", values["format_version"])
+        return cls(
+            spec=ExtractionSpec.from_dict(values["spec"]),
+            target=values["target"],
+            format_version=values["format_version"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """A shard as its plan knows it."""
+
+    num_rows: int
+    num_tokens: int
+    num_batches: int
+
+    keys_xor: str
+    """XOR of its extraction keys, 32 hex digits."""
+
+    checksum: str
+    """Of the Arrow file with its rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """A plan as the store holds it: plan.json."""
+
+    plan_id: str
+    spec_fingerprint: str
+    settings: PlanSettings
+    shards: tuple[ShardRecord, ...]
+
+    max_batch_bytes: int
+    """Data bytes of the largest batch file."""
+
+    schema: int = PLAN_SCHEMA
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all shards."""
+        return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            FormatError: the plan has another schema.
+        """
+        if values["schema"] != PLAN_SCHEMA:
+            raise FormatError(
+                f"plan {values['plan_id']} has schema {values['schema']}, this one works on {PLAN_SCHEMA}: "
+                "use the layertap that made the plan, or start the run again to make a new one"
+            )
+        shards = tuple(ShardRecord(**shard) for shard in values["shards"])
+        return cls(**{**values, "settings": PlanSettings(**values["settings"]), "shards": shards})
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The rows of a shard: what a lane computes. In order of batches, in a batch longest first."""
+
+    keys: NDArray[np.uint8]
+    """[n, 16] extraction keys."""
+
+    batch: NDArray[np.int32]
+    """[n] batch number within the shard, ascending."""
+
+    offsets: NDArray[np.int32]
+    """[n + 1] where each row begins in `values`."""
+
+    values: NDArray[np.int32]
+    """Token ids of all rows, one after another."""
+
+    @classmethod
+    def of(
+        cls, keys: NDArray[np.uint8], batch: NDArray[np.int32], tokens: Sequence[NDArray[np.int32]]
+    ) -> Self:
+        """Rows from one token array each."""
+        offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
+        return cls(keys, batch, offsets.astype(np.int32), np.concatenate(tokens).astype(np.int32, copy=False))
+
+    @property
+    def num_tokens(self) -> NDArray[np.int32]:
+        """[n] tokens of each row."""
+        return np.diff(self.offsets)
+
+    def tokens(self, i: int) -> NDArray[np.int32]:
+        """Token ids of row `i`, a read-only view."""
+        view = self.values[self.offsets[i] : self.offsets[i + 1]]
+        view.flags.writeable = False
+        return view
+
+    def match_keys(self) -> bool:
+        """Whether every row's tokens are those its key was made of."""
+        keys = [
+            blake2b(self.tokens(i).tobytes(), digest_size=KEY_BYTES).digest() for i in range(len(self.keys))
+        ]
+        return b"".join(keys) == self.keys.tobytes()
+
+    def to_arrow(self) -> bytes:
+        """An Arrow IPC file: extraction_key, input_ids, batch."""
+        offsets, values = pa.array(self.offsets, pa.int32()), pa.array(self.values, pa.int32())
+        table = pa.table(
+            {
+                "extraction_key": key_array(self.keys),
+                "input_ids": pa.ListArray.from_arrays(offsets, values),
+                "batch": pa.array(self.batch, pa.int32()),
+            }
+        )
+        sink = BytesIO()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        return sink.getvalue()
+
+    @classmethod
+    def from_arrow(cls, data: bytes) -> Self:
+        """The inverse of `to_arrow`; the arrays are views of `data`."""
+        batch = pa.ipc.open_file(pa.py_buffer(data)).get_batch(0)
+        lists: Any = batch.column("input_ids")
+        return cls(
+            keys_of(batch.column("extraction_key")),
+            batch.column("batch").to_numpy(),
+            lists.offsets.to_numpy(),
+            lists.values.to_numpy(),
+        )
+
+
+def key_array(keys: NDArray[np.uint8], valid: NDArray[np.bool_] | None = None) -> "pa.Array[Any]":
+    """Extraction keys [n, 16] as an Arrow array of fixed_size_binary(16), null where not `valid`."""
+    mask = None if valid is None else pa.array(valid).buffers()[1]
+    data = pa.py_buffer(np.ascontiguousarray(keys).data)
+    return pa.Array.from_buffers(pa.binary(KEY_BYTES), len(keys), [mask, data])
+
+
+def keys_of(array: Any) -> NDArray[np.uint8]:
+    """The inverse of `key_array`: [n, 16]; whatever bytes lie there where null."""
+    data = np.frombuffer(array.buffers()[1], np.uint8)
+    return data[array.offset * KEY_BYTES : (array.offset + len(array)) * KEY_BYTES].reshape(-1, KEY_BYTES)
+
+
+def sortable(keys: NDArray[np.uint8]) -> NDArray[np.bytes_]:
+    """[n, 16] keys as [n] values that numpy compares and sorts, exactly, for all have 16 bytes."""
+    return np.ascontiguousarray(keys).view(f"S{KEY_BYTES}").ravel()
+
+
+def keys_xor(keys: NDArray[np.uint8]) -> str:
+    """XOR of extraction keys [n, 16] as 32 hex digits: with the count, a fingerprint of their set."""
+    xor: NDArray[np.uint8] = np.bitwise_xor.reduce(keys, axis=0, initial=0)
+    return xor.tobytes().hex()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A lane's claim to a shard."""
+
+    plan_id: str
+    shard: int
+    number: int
+    lane: str
+
+    token: str
+    """Random; tells one's own claim, created by a lost and repeated request, from another lane's."""
+
+    details: dict[str, Any] = field(default_factory=dict)
+    """Host, device and the like, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a shard: the record that makes its files count."""
+
+    kind: Literal["committed", "void"]
+    shard: int
+    claim: int
+
+    attempt: str
+    """Random id of the try whose files these are."""
+
+    lane: str
+    host: str
+    device: str
+
+    files: list[dict[str, Any]]
+    """Batch files: name under the attempt, size, checksum, num_rows."""
+
+    index: dict[str, Any]
+    """The attempt's index.parquet: name, size, checksum."""
+
+    num_rows: int
+    """Rows stored."""
+
+    num_tokens: int
+    nbytes: int
+
+    refused: list[dict[str, str]]
+    """Rows refused during extraction: key in hex, and the reason."""
+
+    seconds: dict[str, float]
+    """Where the time went."""
+
+    num_splits: int
+    """Batches that were cut in two for want of memory."""
+
+    environment: dict[str, Any]
+    started_at: str
+    ended_at: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`; fields of newer minor formats are ignored."""
+        return cls(**{f.name: values[f.name] for f in fields(cls)})

@@ -1,0 +1,191 @@
+"""How a bucket is reached: its settings, credentials from a boto3 session, and the clients made of both."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from obstore.store import S3Store
+
+from layertap.errors import StoreRefusedError
+
+if TYPE_CHECKING:
+    import boto3
+    from obstore.store import ClientConfig, RetryConfig
+
+DEFAULT_REGION = "us-east-1"
+
+CREDENTIALS_TTL = timedelta(minutes=10)
+"""Credentials are asked for again this often; botocore renews them while they have ten minutes left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Settings:
+    """Where a root lies on S3 and how the store is spoken to; no secrets."""
+
+    bucket: str
+
+    prefix: str = ""
+    """Keys of the root start with it and a slash."""
+
+    endpoint_url: str | None = None
+    """Address of an S3-compatible store; None is AWS."""
+
+    region: str | None = None
+    """None takes the session's region, else us-east-1."""
+
+    path_style: bool = True
+    """`endpoint/bucket/key` instead of `bucket.endpoint/key`."""
+
+    verify: bool | str = True
+    """Whether TLS certificates are checked, or the PEM file of a private CA."""
+
+    checksums: bool = True
+    """Whether uploads carry a CRC64NVME for the store to check; some S3-compatible stores refuse it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix", self.prefix.strip("/"))
+
+    @property
+    def uri(self) -> str:
+        """`s3://bucket/prefix`."""
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    @classmethod
+    def from_environment(cls, uri: str, session: "boto3.Session") -> "S3Settings":
+        """Settings for `s3://bucket/prefix` as boto3 resolves them from its environment."""
+        parts = urlsplit(uri)
+        meta: Any = session.client("s3", region_name=session.region_name or DEFAULT_REGION).meta
+        on_aws = (urlsplit(meta.endpoint_url).hostname or "").endswith(
+            (".amazonaws.com", ".amazonaws.com.cn")
+        )
+        style = (meta.config.s3 or {}).get("addressing_style")
+        return cls(
+            bucket=parts.netloc,
+            prefix=parts.path.strip("/"),
+            endpoint_url=None if on_aws else meta.endpoint_url,
+            region=session.region_name,
+            path_style=style == "path" or (style != "virtual" and (not on_aws or "." in parts.netloc)),
+            verify=session._session.get_config_variable("ca_bundle") or True,
+            checksums=meta.config.request_checksum_calculation != "when_required",
+        )
+
+
+class Bucket:
+    """A bucket and the session that opens it; pickled without secrets.
+
+    Raises:
+        StoreRefusedError: the session has no credentials.
+    """
+
+    def __init__(self, settings: S3Settings, session: "boto3.Session") -> None:
+        if session.get_credentials() is None:
+            raise StoreRefusedError(
+                f"no credentials for {settings.uri}: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or give a boto3 session that has some"
+            )
+        self.settings = settings
+        self.session = session
+        self._clients: dict[int, Any] = {}
+
+    @property
+    def _region(self) -> str:
+        return self.settings.region or self.session.region_name or DEFAULT_REGION
+
+    def open(self, retry: "RetryConfig") -> S3Store:
+        """Obstore's client, with credentials that refresh."""
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        settings = self.settings
+        config: dict[str, Any] = {"checksum_algorithm": "CRC64NVME"} if settings.checksums else {}
+        if settings.endpoint_url:
+            # the most specific of obstore's names for it: any other gives way to the environment
+            config["aws_endpoint_url_s3"] = _endpoint(settings.endpoint_url, settings)
+        return S3Store(
+            settings.bucket,
+            prefix=settings.prefix or None,
+            region=self._region,
+            virtual_hosted_style_request=not settings.path_style,
+            credential_provider=Boto3CredentialProvider(self.session, ttl=CREDENTIALS_TTL),
+            client_options=_client_options(settings),
+            retry_config=retry,
+            **config,
+        )
+
+    def range_after_fork(self, path: str, offset: int, nbytes: int) -> bytes:
+        """A range through boto3, for a forked process: there obstore waits for threads that do not exist."""
+        key = f"{self.settings.prefix}/{path}".lstrip("/")
+        wanted = f"bytes={offset}-{offset + nbytes - 1}"
+        answer = self._client_of_process().get_object(Bucket=self.settings.bucket, Key=key, Range=wanted)
+        data: bytes = answer["Body"].read()
+        return data
+
+    def _client_of_process(self) -> Any:
+        from botocore.config import Config
+
+        settings, pid = self.settings, os.getpid()
+        style: Any = {"addressing_style": "path" if settings.path_style else "virtual"}
+        if pid not in self._clients:
+            self._clients[pid] = self.session.client(
+                "s3",
+                endpoint_url=settings.endpoint_url,
+                region_name=self._region,
+                verify=settings.verify,
+                config=Config(s3=style, retries={"mode": "standard", "max_attempts": 10}),
+            )
+        return self._clients[pid]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_reopen, (self.settings, self._profile_to_reopen()))
+
+    def _profile_to_reopen(self) -> str | None:
+        import boto3
+        from botocore.credentials import RefreshableCredentials
+
+        profile: str | None = self.session._session.profile
+        mine: Any = self.session.get_credentials()
+        there: Any = boto3.Session(profile_name=profile).get_credentials()
+        renewed = isinstance(mine, RefreshableCredentials)
+        if there is None or not (renewed or mine.access_key == there.access_key):
+            raise StoreRefusedError(
+                f"{self} was opened with keys given in code: another process can't open it, for secrets are "
+                "never pickled. Put the keys into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+            )
+        return profile
+
+    def __str__(self) -> str:
+        return self.settings.uri
+
+
+def _reopen(settings: S3Settings, profile: str | None) -> Bucket:
+    import boto3
+
+    return Bucket(settings, boto3.Session(profile_name=profile))
+
+
+def _endpoint(url: str, settings: S3Settings) -> str:
+    """The address as obstore wants it: in virtual-hosted style it names the bucket."""
+    if settings.path_style:
+        return url
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{settings.bucket}.{rest}"
+
+
+def _client_options(settings: S3Settings) -> "ClientConfig":
+    options: ClientConfig = {"connect_timeout": "5s", "timeout": "300s"}
+    if (settings.endpoint_url or "").startswith("http://"):
+        options["allow_http"] = True
+    if settings.verify is False:
+        options["allow_invalid_certificates"] = True
+    if isinstance(settings.verify, str):
+        options["root_certificate"] = _read_ca(settings.verify)
+    return options
+
+
+def _read_ca(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise StoreRefusedError(f"the CA file {path!r} of the store can't be read: {error}") from error

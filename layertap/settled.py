@@ -1,0 +1,129 @@
+"""Which rows of all plans need no computing any more, and where they lie."""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from layertap.records import KEY_BYTES, get_checked, keys_of, sortable
+from layertap.shard_state import ShardState, shard_state
+
+if TYPE_CHECKING:
+    from layertap.catalog import Catalog
+
+REQUESTS_AT_ONCE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """Rows of committed shards, each key once, ascending: stored, or refused for good while extracting."""
+
+    keys: NDArray[np.uint8]
+    """[m, 16] extraction keys."""
+
+    num_tokens: NDArray[np.int32]
+    """[m] tokens, 0 where refused."""
+
+    file: NDArray[np.int32]
+    """[m] index into `files`, -1 where refused."""
+
+    offset: NDArray[np.int64]
+    """[m] where the row begins in its file, in bytes."""
+
+    nbytes: NDArray[np.int64]
+    """[m] bytes of the row."""
+
+    files: tuple[str, ...]
+    """Paths under the root."""
+
+    reasons: dict[int, str]
+    """Index of a refused row -> why."""
+
+    def find(self, keys: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """[n] index of each of the keys [n, 16], -1 where it isn't settled."""
+        if not len(self.keys):
+            return np.full(len(keys), -1, np.int64)
+        mine, wanted = sortable(self.keys), sortable(keys)
+        at = np.minimum(np.searchsorted(mine, wanted), len(mine) - 1)
+        return np.where(mine[at] == wanted, at, -1)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one shard settles: an index of stored rows, and refused ones."""
+
+    prefix: str
+    index: pa.Table
+    refused: list[dict[str, str]]
+
+
+def read_settled(catalog: "Catalog") -> Settled:
+    """Read the indices of all committed shards of all plans."""
+    committed = [
+        (plan_id, shard)
+        for plan_id in catalog.plans()
+        for shard, names in sorted(catalog.snapshot(plan_id).names.items())
+        if shard_state(names).state == ShardState.COMMITTED
+    ]
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        parts = pool.map(lambda at: _read_part(catalog, *at), committed)
+        return _merge([part for part in parts if part is not None])
+
+
+def _read_part(catalog: "Catalog", plan_id: str, shard: int) -> _Part | None:
+    outcome = catalog.outcome(plan_id, shard)
+    if outcome.kind == "void":
+        return None
+    prefix = catalog.attempt_prefix(plan_id, shard, outcome.attempt)
+    data = get_checked(catalog.store, f"{prefix}/{outcome.index['name']}", outcome.index["checksum"])
+    return _Part(prefix, pq.read_table(BytesIO(data)), outcome.refused)
+
+
+def _merge(parts: list[_Part]) -> Settled:
+    """One table of all parts; a key that is stored somewhere counts as stored, in the first place found."""
+    refused = [row for part in parts for row in part.refused]
+    refused_keys = np.frombuffer(bytes.fromhex("".join(row["key"] for row in refused)), np.uint8)
+    keys = np.concatenate(
+        [*(_keys(part.index) for part in parts), refused_keys.reshape(-1, KEY_BYTES)], dtype=np.uint8
+    )
+    files, codes = _number_files(parts)
+    num_stored = len(keys) - len(refused)
+    _, first = np.unique(sortable(keys), return_index=True)
+    return Settled(
+        keys=keys[first],
+        num_tokens=_column(parts, "num_tokens", len(refused))[first].astype(np.int32),
+        file=np.concatenate([*codes, np.full(len(refused), -1, np.int32)])[first],
+        offset=_column(parts, "offset", len(refused))[first],
+        nbytes=_column(parts, "nbytes", len(refused))[first],
+        files=files,
+        reasons={
+            int(i): refused[k - num_stored]["reason"] for i, k in enumerate(first.tolist()) if k >= num_stored
+        },
+    )
+
+
+def _number_files(parts: Iterable[_Part]) -> tuple[tuple[str, ...], list[NDArray[np.int32]]]:
+    files: list[str] = []
+    codes: list[NDArray[np.int32]] = []
+    for part in parts:
+        column = pa.chunked_array(part.index["file"]).combine_chunks().dictionary_encode()
+        codes.append(column.indices.to_numpy() + np.int32(len(files)))
+        files.extend(f"{part.prefix}/{name}" for name in column.dictionary.to_pylist())
+    return tuple(files), codes
+
+
+def _keys(index: pa.Table) -> NDArray[np.uint8]:
+    chunks = index["extraction_key"].chunks
+    return np.concatenate([np.empty((0, KEY_BYTES), np.uint8), *map(keys_of, chunks)])
+
+
+def _column(parts: Iterable[_Part], name: str, num_refused: int) -> NDArray[np.int64]:
+    """A number of each stored row, then zeros for the refused ones."""
+    stored = [part.index[name].to_numpy() for part in parts]
+    return np.concatenate([*stored, np.zeros(num_refused, np.int64)])

@@ -1,0 +1,356 @@
+"""Objects under one root, on a local folder or on S3: put, create once, get, range, list, delete.
+
+obstore does the work without holding the GIL; its errors become layertap's here and nowhere else.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from obstore.store import LocalStore, S3Store
+
+from layertap.errors import (
+    AlreadyExistsError,
+    IntegrityError,
+    NotFoundError,
+    StoreError,
+    StoreRefusedError,
+)
+from layertap.s3 import Bucket, S3Settings
+from layertap.store_errors import mapped
+
+if TYPE_CHECKING:
+    import boto3
+    from obstore.store import RetryConfig
+
+__all__ = ["Buffer", "ObjectInfo", "S3Settings", "Store", "checksum"]
+
+Buffer = bytes | bytearray | memoryview
+
+PART_BYTES = 32 << 20
+"""Size of a part of a multipart upload; 10,000 of them make 320 GB, more than any object of a root."""
+
+PARTS_AT_ONCE = 4
+
+PATIENT: "RetryConfig" = {
+    "max_retries": 30,
+    "retry_timeout": timedelta(minutes=10),
+    "backoff": {
+        "base": 2,
+        "init_backoff": timedelta(milliseconds=200),
+        "max_backoff": timedelta(seconds=10),
+    },
+}
+"""Rides out a restart of the store. Retries use jitter and a fresh body."""
+
+BRIEF: "RetryConfig" = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
+"""For the check before a run, where a wrong address must show at once."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """One object: its path under the root, size in bytes, and the tag that changes with its content."""
+
+    path: str
+    size: int
+    e_tag: str | None
+
+
+def checksum(data: Buffer) -> str:
+    """The CRC64NVME of `data` as `crc64nvme:<16 hex digits>`, as S3 computes it."""
+    from awscrt import checksums
+
+    return f"crc64nvme:{checksums.crc64nvme(data):016x}"
+
+
+class Store:
+    """One root. Paths are relative, `/`-separated, and never leave it. Safe to share between threads.
+
+    Every method raises StoreError when the store failed for longer than the retries last, and
+    StoreRefusedError when it refuses for good.
+
+    A store travels to spawned processes (pickle) without its secrets: they are asked of the session again.
+    obstore's threads don't survive a fork; a forked process can still read ranges.
+    """
+
+    def __init__(self, root: Path | Bucket, retry: "RetryConfig" = PATIENT) -> None:
+        self._root = root
+        self._retry = retry
+        self.uri = str(root)
+
+    @classmethod
+    def folder(cls, path: str | Path) -> "Store":
+        """A root on a local or shared folder; the first write makes it."""
+        return cls(Path(path).expanduser().resolve())
+
+    @classmethod
+    def s3(cls, settings: S3Settings, session: "boto3.Session | None" = None) -> "Store":
+        """A root in a bucket. Credentials come from the session, by default boto3's own, and are renewed.
+
+        Raises:
+            StoreRefusedError: the session has no credentials.
+        """
+        import boto3
+
+        return cls(Bucket(settings, session or boto3.Session()))
+
+    @classmethod
+    def open(cls, uri: str | Path) -> "Store":
+        """The root at a path, `file://` or `s3://bucket/prefix`; S3 as boto3's environment describes it.
+
+        Raises:
+            StoreRefusedError: another kind of URI, or no credentials.
+        """
+        text = str(uri)
+        if text.startswith("s3://"):
+            import boto3
+
+            session = boto3.Session()
+            return cls.s3(S3Settings.from_environment(text, session), session)
+        if text.startswith("file://"):
+            return cls.folder(url2pathname(urlsplit(text).path))
+        if "://" in text:
+            raise StoreRefusedError(f"{text!r} is neither a path, nor file://, nor s3://bucket/prefix")
+        return cls.folder(text)
+
+    def put(self, path: str, data: Buffer, *, durable: bool = False) -> None:
+        """Write an object whole, over any older one.
+
+        Args:
+            path: where to.
+            data: its bytes; they must not change until the call returns.
+            durable: on a folder, return only when the object survives a loss of power. S3 always is.
+        """
+        with self._mapped("put", path):
+            if isinstance(self._root, Path):
+                self._root.mkdir(parents=True, exist_ok=True)
+            self._objects.put(
+                path, memoryview(data).cast("B"), chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
+            )
+            if durable and (target := self.local_path(path)):
+                _sync(target)
+                self._sync_folders(target)
+
+    def create(self, path: str, data: Buffer) -> None:
+        """Write an object unless there is one: of all who try, one succeeds. Durable.
+
+        Raises:
+            AlreadyExistsError: somebody wrote it first, perhaps an earlier try of the same call.
+        """
+        with self._mapped("create", path):
+            if target := self.local_path(path):
+                self._create_file(target, data)
+            else:
+                self._objects.put(path, memoryview(data).cast("B"), mode="create")
+
+    def get(self, path: str) -> bytes:
+        """The object's bytes.
+
+        Raises:
+            NotFoundError: there is no such object.
+        """
+        with self._mapped("get", path):
+            return self._objects.get(path).bytes().to_bytes()
+
+    def get_range(self, path: str, offset: int, nbytes: int) -> bytes:
+        """`nbytes` bytes of the object from `offset`, in one request.
+
+        Raises:
+            NotFoundError: there is no such object.
+            IntegrityError: the object ends before.
+        """
+        try:
+            with self._mapped("get a range of", path):
+                data = self._read_range(path, offset, nbytes)
+        except StoreError as error:
+            if "InvalidRange" not in str(error.__cause__):
+                raise
+            data = b""
+        if len(data) != nbytes:
+            raise IntegrityError(
+                f"{self.uri}/{path} is too short: bytes {offset} to {offset + nbytes} asked, "
+                f"{len(data)} of {nbytes} there"
+            )
+        return data
+
+    def head(self, path: str) -> ObjectInfo:
+        """Size and e-tag of the object.
+
+        Raises:
+            NotFoundError: there is no such object.
+        """
+        with self._mapped("head", path):
+            meta = self._objects.head(path)
+        return ObjectInfo(path, meta["size"], meta["e_tag"])
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such an object."""
+        try:
+            self.head(path)
+        except NotFoundError:
+            return False
+        return True
+
+    def folders(self, prefix: str) -> list[str]:
+        """Names of the folders in the folder `prefix`, ascending; nothing below them is listed."""
+        with self._mapped("list", prefix):
+            if self._is_missing:
+                return []
+            found = self._objects.list_with_delimiter(prefix)["common_prefixes"]
+        return sorted(path.rpartition("/")[2] for path in found)
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects in the folder `prefix` and below, by path; empty if there is no such folder."""
+        with self._mapped("list", prefix):
+            if self._is_missing:
+                return []
+            found = [meta for page in self._objects.list(prefix) for meta in page]
+        return sorted((ObjectInfo(m["path"], m["size"], m["e_tag"]) for m in found), key=lambda o: o.path)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete the objects; those that are missing are no error."""
+        for path in paths:
+            _check_path(path)
+        if not paths:
+            return
+        with self._mapped("delete", paths[0]):
+            if isinstance(self._root, Path):
+                for path in paths:
+                    (self._root / path).unlink(missing_ok=True)
+            else:
+                self._objects.delete(paths)
+
+    def local_path(self, path: str) -> Path | None:
+        """The file behind an object on a folder; None on S3."""
+        _check_path(path)
+        return self._root / path if isinstance(self._root, Path) else None
+
+    def check(self) -> None:
+        """Try what a run needs, on objects of its own under `check/`.
+
+        Raises:
+            StoreRefusedError: names the operation that failed.
+        """
+        quick = Store(self._root, BRIEF)
+        path, body = f"check/{secrets.token_hex(8)}", secrets.token_bytes(64)
+        once = f"{path}-once"
+        self._try("put", lambda: quick.put(path, body, durable=True))
+        self._try("head", lambda: quick.head(path).size == len(body))
+        self._try("range get", lambda: quick.get_range(path, 3, 9) == body[3:12])
+        self._try("list", lambda: path in [o.path for o in quick.list("check")])
+        self._try("create-once", lambda: quick.create(once, body))
+        self._try("create-once on an existing object", lambda: _refuses_second(quick, once))
+        self._try("delete", lambda: quick.delete([path, once]))
+        self._try("head after delete", lambda: not quick.exists(path))
+
+    def _try(self, name: str, operation: Callable[[], object]) -> None:
+        try:
+            result = operation()
+        except (StoreError, IntegrityError) as error:
+            raise StoreRefusedError(f"the store {self.uri} fails at {name}: {error}") from error
+        if result is False:
+            raise StoreRefusedError(
+                f"the store {self.uri} fails at {name}: the answer is not what was asked for"
+            )
+
+    @property
+    def _is_missing(self) -> bool:
+        return isinstance(self._root, Path) and not self._root.exists()
+
+    @cached_property
+    def _opened(self) -> LocalStore | S3Store:
+        if self._is_missing:
+            raise FileNotFoundError(f"there is no folder {self._root}")
+        if isinstance(self._root, Path):
+            return LocalStore(self._root)
+        return self._root.open(self._retry)
+
+    @property
+    def _objects(self) -> LocalStore | S3Store:
+        if _forked():
+            raise StoreRefusedError(
+                f"{self.uri} was in use when this process was forked, and its threads didn't survive that: "
+                "start processes with the multiprocessing context 'spawn'"
+            )
+        return self._opened
+
+    def _read_range(self, path: str, offset: int, nbytes: int) -> bytes:
+        if isinstance(self._root, Path):
+            with (self._root / path).open("rb") as file:
+                return os.pread(file.fileno(), nbytes, offset)
+        if _forked():
+            return self._root.range_after_fork(path, offset, nbytes)
+        return self._opened.get_range(path, start=offset, length=nbytes).to_bytes()
+
+    @contextlib.contextmanager
+    def _mapped(self, verb: str, path: str) -> Iterator[None]:
+        _check_path(path)
+        with mapped(verb, f"{self.uri}/{path}"):
+            yield
+
+    def _create_file(self, target: Path, data: Buffer) -> None:
+        """Link a finished, synced file into place: who sees its name sees all of it, power loss or not."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # obstore takes names that end in "#<digits>" for its own temporary files and never lists them
+        staged = target.with_name(f"{target.name}#{secrets.randbits(63)}")
+        try:
+            staged.write_bytes(data)
+            _sync(staged)
+            os.link(staged, target)
+        except FileExistsError as error:
+            raise AlreadyExistsError(f"{target} exists already") from error
+        finally:
+            staged.unlink(missing_ok=True)
+        self._sync_folders(target)
+
+    def _sync_folders(self, target: Path) -> None:
+        for folder in target.parents:
+            _sync(folder)
+            if folder == self._root:
+                return
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Store, (self._root, self._retry))
+
+    def __repr__(self) -> str:
+        return f"Store({self.uri!r})"
+
+
+_first_pid: int | None = None
+
+
+def _forked() -> bool:
+    """Whether obstore's threads belong to a parent of this process; calls into it would never return."""
+    global _first_pid
+    if _first_pid is None:
+        _first_pid = os.getpid()
+    return _first_pid != os.getpid()
+
+
+def _check_path(path: str) -> None:
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        raise StoreRefusedError(f"path {path!r} is not a plain relative path; it could leave the root")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _refuses_second(store: Store, path: str) -> bool:
+    try:
+        store.create(path, b"second")
+    except AlreadyExistsError:
+        return True
+    return False

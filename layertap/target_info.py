@@ -1,0 +1,303 @@
+"""What a target is, without loading its weights: identity, shape, layers; and a drafter's layer ids."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from layertap.errors import TargetError
+from layertap.kernels import keep_gpu_kernels_out
+from layertap.spec import ExtractionSpec
+
+CONFIG = "config.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+_LAYER_NAMES = ("layers", "h", "blocks")
+_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetInfo:
+    """What is known of a target from its config and files."""
+
+    source: str
+    """Hub id or folder, as the user gave it."""
+
+    revision: str | None
+    """Commit on the hub; None for a folder."""
+
+    identity: str
+    """`hub:<repo>@<commit>` or `folder:<hash of the config and weight files>`."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+
+    vocab_size: int
+    """Rows of the embedding: token ids are below it."""
+
+    num_parameters: int
+    """Parameters of the decoder layers that a token is multiplied with: embedding, head and norms are not
+    counted, and of a mixture of experts only those a token is routed to."""
+
+    quantization: dict[str, Any] | None
+    """The checkpoint's `quantization_config`, or None."""
+
+    def executed_parameters(self, spec: ExtractionSpec) -> int:
+        """`num_parameters` of the layers that this extraction runs, taking all layers for equal."""
+        return (
+            self.num_parameters * num_executed_layers(spec, self.num_hidden_layers) // self.num_hidden_layers
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a target's files come from, pinned to their content."""
+
+    path: str
+    """Folder, or repository on the hub."""
+
+    revision: str | None
+    identity: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """The text decoder inside a model, without its head, and the names of its parts."""
+
+    module: nn.Module
+    layers_name: str
+    norm_name: str
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        layers: nn.ModuleList = getattr(self.module, self.layers_name)
+        return layers
+
+    @property
+    def norm(self) -> nn.Module:
+        """The final norm."""
+        norm: nn.Module = getattr(self.module, self.norm_name)
+        return norm
+
+
+def num_executed_layers(spec: ExtractionSpec, num_hidden_layers: int) -> int:
+    """Decoder layers that must run: up to the last one stored."""
+    return num_hidden_layers if spec.stores_last else spec.layer_ids[-1] + 1
+
+
+def inspect_target(source: str, *, revision: str | None = None) -> TargetInfo:
+    """Find out what a target is from its config and the identity of its files; nothing is loaded.
+
+    Args:
+        source: a hub id (`Qwen/Qwen3-8B`, also offline from the local cache) or a folder.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        TargetError: there is no such target, a file of it is missing or cut short, or its layers can't be
+            recognised.
+    """
+    found = resolve_source(source, revision)
+    if not torch.cuda.is_available():
+        keep_gpu_kernels_out()
+    config = load_config(found)
+    return describe(meta_model(config, source), config, source=source, found=found)
+
+
+def describe(model: nn.Module, config: Any, *, source: str, found: Source) -> TargetInfo:
+    """The info of a model, whatever device its parameters are on."""
+    backbone = find_backbone(model)
+    text_config = config.get_text_config()
+    embeddings: Any = backbone.module.get_input_embeddings()  # type: ignore[operator]
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    return TargetInfo(
+        source=source,
+        revision=found.revision,
+        identity=found.identity,
+        model_type=config.model_type,
+        hidden_size=text_config.hidden_size,
+        num_hidden_layers=len(backbone.layers),
+        vocab_size=embeddings.weight.shape[0],
+        num_parameters=sum(_matmul_parameters(backbone.layers, text_config)),
+        quantization=quantization,
+    )
+
+
+def _matmul_parameters(layers: nn.ModuleList, config: Any) -> Iterator[int]:
+    for name, parameter in layers.named_parameters():
+        if parameter.dim() == 2:
+            yield parameter.numel()
+        elif parameter.dim() == 3 and "experts" in name:
+            yield parameter[0].numel() * min(config.num_experts_per_tok, parameter.shape[0])
+
+
+def find_backbone(model: Any) -> Backbone:
+    """The text decoder of a causal language model or of a multimodal wrapper around one.
+
+    Raises:
+        TargetError: no list of decoder layers with a final norm is recognised.
+    """
+    module = model.get_decoder() if hasattr(model, "get_decoder") else model
+    children = dict(module.named_children())
+    layers_name = next((n for n in _LAYER_NAMES if isinstance(children.get(n), nn.ModuleList)), None)
+    norm_name = next((n for n in _NORM_NAMES if n in children), None)
+    if layers_name is None or norm_name is None:
+        raise TargetError(
+            f"{type(model).__name__} can't be tapped: its decoder {type(module).__name__} has the parts "
+            f"{', '.join(children) or 'none'}, where a list of decoder layers ({', '.join(_LAYER_NAMES)}) "
+            f"and a final norm ({', '.join(_NORM_NAMES)}) are needed. Use a decoder-only language model"
+        )
+    return Backbone(module=module, layers_name=layers_name, norm_name=norm_name)
+
+
+def load_config(found: Source) -> Any:
+    """The target's config.
+
+    Raises:
+        TargetError: transformers doesn't know this model, or it needs code from its repository.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(found.path, revision=found.revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(f"the config of target {found.path!r} can't be used: {error}") from error
+
+
+def meta_model(config: Any, source: str) -> nn.Module:
+    """The model without memory for its weights."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise TargetError(
+            f"target {source!r} is no causal language model that transformers knows (model type "
+            f"{config.model_type!r}): {error}"
+        ) from error
+    return model
+
+
+def resolve_source(source: str, revision: str | None) -> Source:
+    """Pin a folder to the hash of its files, or a hub id to its commit.
+
+    Raises:
+        TargetError: there is no such folder or repository, or the folder lacks a file.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise TargetError(f"revision {revision!r} is for the hub, and {source} is a folder: leave it out")
+        return Source(path=str(folder), revision=None, identity=f"folder:{_hash_folder(folder)}")
+    if source.count("/") > 1 or source.startswith((".", "/", "~")):
+        raise TargetError(f"target folder {source} doesn't exist: give a folder with config.json or a hub id")
+    commit = _hub_commit(source, revision)
+    return Source(path=source, revision=commit, identity=f"hub:{source}@{commit}")
+
+
+def _hub_commit(repo: str, revision: str | None) -> str:
+    """The commit behind a revision: from the hub, or offline from the local cache."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(repo, CONFIG, revision=revision)).parent.name
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        at = f" at revision {revision!r}" if revision else ""
+        raise TargetError(
+            f"target {repo!r}{at} is no folder here, and neither the hub nor the local cache gives it: "
+            f"{error}. Check the name and the network, or give a folder"
+        ) from error
+
+
+def _hash_folder(folder: Path) -> str:
+    """32 hex digits over the names and contents of the config and the weight files."""
+    files = sorted([folder / CONFIG, *_weight_files(folder)])
+    if not files[0].is_file() or not (folder / CONFIG).is_file():
+        raise TargetError(
+            f"target folder {folder} has no {CONFIG}: give the folder that save_pretrained wrote"
+        )
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(_digest, files))
+    total = hashlib.blake2b(digest_size=16)
+    for path, digest in zip(files, digests, strict=True):
+        total.update(f"{path.name}\0{digest}\n".encode())
+    return total.hexdigest()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The folder's safetensors files and their index, each there and whole."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise TargetError(
+            f"target folder {folder} has no *.safetensors file: download the weights, or convert them with "
+            "save_pretrained (pickled .bin weights are not read)"
+        )
+    index = folder / WEIGHTS_INDEX
+    if index.is_file():
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        if missing := sorted(named - {path.name for path in files}):
+            raise TargetError(
+                f"target folder {folder} lacks {', '.join(missing)}, named by {WEIGHTS_INDEX}: copy it too"
+            )
+        files.append(index)
+    for path in files:
+        _check_whole(path)
+    return files
+
+
+def _check_whole(path: Path) -> None:
+    if path.suffix != ".safetensors":
+        return
+    try:
+        with safe_open(path, "pt"):
+            pass
+    except SafetensorError as error:
+        raise TargetError(f"weight file {path} is cut short or damaged: {error}. Copy it again") from error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+def drafter_layer_ids(path: str | Path) -> tuple[int, ...]:
+    """The layers a drafter was built for: `target_layer_ids` of its config, top-level or in `dflash_config`.
+
+    Args:
+        path: the drafter's folder or its config.json.
+
+    Raises:
+        TargetError: there is no such file or no such field, or the ids follow another convention.
+    """
+    file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise TargetError(f"the drafter's config {file} can't be read: {error}") from error
+    if "speculators_model_type" in config:
+        raise TargetError(
+            f"{file} is a config of speculators, whose layer ids are one higher than layertap's: "
+            "give the layer ids themselves, each less one"
+        )
+    ids = config.get("target_layer_ids") or config.get("dflash_config", {}).get("target_layer_ids")
+    if not ids:
+        raise TargetError(
+            f"{file} has no target_layer_ids: give the layer ids themselves; they are never guessed"
+        )
+    return tuple(int(k) for k in ids)

@@ -1,0 +1,282 @@
+"""Versions of a dataset in a root: every input row once, with its place or with the reason why it is missing.
+
+A version is `versions/<number>.json`, created once, and the table of rows that it names. Masks and user ids
+live in the table, so a dataset with other masks is a new version of the same hidden states.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from layertap.catalog import Catalog
+from layertap.errors import AlreadyExistsError, CatalogError
+from layertap.records import check_format, from_json, get_checked, key_array, to_json
+from layertap.settled import Settled
+from layertap.spec import FORMAT_VERSION
+from layertap.store import Store, checksum
+
+if TYPE_CHECKING:
+    from layertap.dataset import Scan, TokenDataset
+
+ROW_GROUP = 65_536
+
+NOT_EXTRACTED = "not extracted: no committed shard holds it"
+
+FIELDS: list[Any] = [
+    pa.field("index", pa.int64()),
+    pa.field("id", pa.string()),
+    pa.field("extraction_key", pa.binary(16)),
+    pa.field("loss_mask", pa.list_(pa.uint8())),
+    pa.field("num_tokens", pa.int32()),
+    pa.field("file", pa.string()),
+    pa.field("offset", pa.int64()),
+    pa.field("nbytes", pa.int64()),
+    pa.field("reason", pa.string()),
+]
+SCHEMA = pa.schema(FIELDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """One state of a dataset in a root."""
+
+    number: int
+    """From 1."""
+
+    parent: int | None
+    """The version before it."""
+
+    complete: bool
+    """Whether every row is stored or refused for good."""
+
+    dataset_fingerprint: str
+    spec_fingerprint: str
+
+    num_rows: int
+    """Rows of the dataset."""
+
+    num_stored: int
+    """Rows of it that can be read."""
+
+    num_tokens: int
+    """Tokens of those."""
+
+    content: str
+    """32 hex digits over the dataset's fingerprint and each row's place or reason."""
+
+    rows: dict[str, Any]
+    """The table of rows: path, size, checksum."""
+
+    provenance: dict[str, Any]
+    """Where the dataset comes from, as far as recorded."""
+
+    created_at: str
+    format_version: str = FORMAT_VERSION
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict`; fields of newer minor formats are ignored.
+
+        Raises:
+            FormatError: written by a newer major format.
+        """
+        check_format(f"version {values['number']}", values["format_version"])
+        return cls(**{f.name: values[f.name] for f in fields(cls)})
+
+
+class Versions:
+    """The versions of one root."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def numbers(self) -> list[int]:
+        """Numbers of all versions, ascending."""
+        names = [info.path.rpartition("/")[2] for info in self.store.list("versions")]
+        return sorted(int(name.removesuffix(".json")) for name in names if name.endswith(".json"))
+
+    def newest_number(self) -> int | None:
+        """Number of the newest version, complete or not."""
+        return max(self.numbers(), default=None)
+
+    def get(self, number: int) -> Version:
+        """A version.
+
+        Raises:
+            CatalogError: there is none of that number.
+            FormatError: written by a newer major format.
+        """
+        numbers = self.numbers()
+        if number not in numbers:
+            there = ", ".join(map(str, numbers)) or "none yet"
+            raise CatalogError(f"{self.store.uri} has no version {number}; versions there: {there}")
+        path = f"versions/{number}.json"
+        return Version.from_dict(from_json(path, self.store.get(path)))
+
+    def latest(self, *, complete: bool = True) -> Version | None:
+        """The newest version, of the complete ones unless told otherwise; None if there is none."""
+        for number in reversed(self.numbers()):
+            version = self.get(number)
+            if version.complete or not complete:
+                return version
+        return None
+
+    def rows(self, version: Version, columns: list[str] | None = None) -> pa.Table:
+        """The table of a version's rows, or some of its columns; `file` is dictionary-encoded."""
+        data = get_checked(self.store, version.rows["path"], version.rows["checksum"])
+        return pq.read_table(BytesIO(data), columns=columns, read_dictionary=["file"])
+
+    def missing(self, version: Version) -> dict[int, str]:
+        """Row of the dataset -> why it isn't stored."""
+        table = self.rows(version, ["index", "reason"])
+        missing = table.filter(table["reason"].is_valid())
+        rows: list[Any] = missing["index"].to_pylist()
+        reasons: list[Any] = missing["reason"].to_pylist()
+        return dict(zip(rows, reasons, strict=True))
+
+    def publish(
+        self, dataset: "TokenDataset", scan: "Scan", settled: Settled, *, parent: int | None
+    ) -> Version:
+        """Make a version of what the store holds of a dataset, or return the newest if it says the same.
+
+        Args:
+            dataset: for masks and user ids.
+            scan: its rows: keys, lengths, and what was refused.
+            settled: the rows the store holds.
+            parent: the newest version when the run read the dataset, None if there was none.
+
+        Raises:
+            CatalogError: another dataset has been published since; this one may be older.
+        """
+        places = _Places.of(scan, settled)
+        while True:
+            newest = self.latest(complete=False)
+            if newest is not None and newest.content == places.content:
+                return newest
+            self._refuse_older(scan.fingerprint, parent)
+            version = self._version(places, dataset, scan, newest)
+            with suppress(AlreadyExistsError):
+                self.store.create(f"versions/{version.number}.json", to_json(asdict(version)))
+                return version
+
+    def _refuse_older(self, dataset_fingerprint: str, parent: int | None) -> None:
+        for number in self.numbers():
+            version = self.get(number) if number > (parent or 0) else None
+            if version is not None and version.dataset_fingerprint != dataset_fingerprint:
+                raise CatalogError(
+                    f"version {number} of another dataset was published at {version.created_at}, after this "
+                    "run had read its own. What it extracted is stored; to publish it, start the run again"
+                )
+
+    def _version(
+        self, places: "_Places", dataset: "TokenDataset", scan: "Scan", newest: Version | None
+    ) -> Version:
+        path = f"versions/{places.content}.parquet"
+        data = places.to_parquet(dataset)
+        try:
+            self.store.create(path, data)
+        except AlreadyExistsError:  # of a publisher that died, or of another one right now
+            data = self.store.get(path)
+        return Version(
+            number=newest.number + 1 if newest else 1,
+            parent=newest.number if newest else None,
+            complete=NOT_EXTRACTED not in places.reasons.values(),
+            dataset_fingerprint=scan.fingerprint,
+            spec_fingerprint=Catalog(self.store).root().spec.fingerprint,
+            num_rows=dataset.num_rows,
+            num_stored=dataset.num_rows - len(places.reasons),
+            num_tokens=int(places.num_tokens[places.file >= 0].sum(dtype=np.int64)),
+            content=places.content,
+            rows={"path": path, "size": len(data), "checksum": checksum(data)},
+            provenance=dataset.provenance,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Where each row of a dataset lies, or why it doesn't."""
+
+    keys: NDArray[np.uint8]
+    num_tokens: NDArray[np.int32]
+    file: NDArray[np.int32]
+    """Index into `files`, -1 where missing."""
+
+    offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    files: tuple[str, ...]
+    reasons: dict[int, str]
+    content: str
+
+    @classmethod
+    def of(cls, scan: "Scan", settled: Settled) -> Self:
+        at = settled.find(scan.keys)
+        padded = {name: np.append(getattr(settled, name), -1) for name in ("file", "offset", "nbytes")}
+        arrays = {name: values[at] for name, values in padded.items()}
+        reasons = {
+            row: scan.refused.get(row) or settled.reasons.get(int(at[row]), NOT_EXTRACTED)
+            for row in np.flatnonzero(arrays["file"] < 0).tolist()
+        }
+        names = [hashlib.blake2b(name.encode(), digest_size=16).digest() for name in settled.files]
+        name_hashes = np.frombuffer(b"".join([*names, bytes(16)]), np.uint8).reshape(-1, 16)
+        digest = hashlib.blake2b(scan.fingerprint.encode(), digest_size=16)
+        for part in (
+            scan.keys,
+            scan.num_tokens,
+            arrays["offset"],
+            arrays["nbytes"],
+            name_hashes[arrays["file"]],
+        ):
+            digest.update(np.ascontiguousarray(part).data)
+        digest.update(json.dumps(reasons, sort_keys=True).encode())
+        return cls(
+            keys=scan.keys,
+            num_tokens=scan.num_tokens,
+            files=settled.files,
+            reasons=reasons,
+            content=digest.hexdigest(),
+            **arrays,
+        )
+
+    def to_parquet(self, dataset: "TokenDataset") -> bytes:
+        sink = BytesIO()
+        with pq.ParquetWriter(sink, SCHEMA, compression="zstd") as writer:
+            for start in range(0, len(self.keys), ROW_GROUP):
+                writer.write_table(self._table(dataset, start, min(start + ROW_GROUP, len(self.keys))))
+        return sink.getvalue()
+
+    def _table(self, dataset: "TokenDataset", start: int, end: int) -> pa.Table:
+        part = slice(start, end)
+        is_valid, is_missing = self.num_tokens[part] > 0, self.file[part] < 0
+        columns: list[Any] = [
+            pa.array(np.arange(start, end)),
+            pa.array([dataset.user_id(row) for row in range(start, end)], pa.string()),
+            key_array(self.keys[part], is_valid),
+            self._masks(dataset, start, end),
+            pa.array(self.num_tokens[part]),
+            pa.array(self.files, pa.string()).take(pa.array(self.file[part], pa.int32(), mask=is_missing)),
+            pa.array(self.offset[part], mask=is_missing),
+            pa.array(self.nbytes[part], mask=is_missing),
+            pa.array([self.reasons.get(row) for row in range(start, end)], pa.string()),
+        ]
+        return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+    def _masks(self, dataset: "TokenDataset", start: int, end: int) -> Any:
+        """[rows] loss masks as long as the rows; null where refused, and in a dataset without masks."""
+        lengths = self.num_tokens[start:end]
+        if not dataset.has_loss_mask:
+            return pa.nulls(end - start, pa.list_(pa.uint8()))
+        masks = [np.asarray(dataset.loss_mask(start + int(i)))[: lengths[i]] for i in np.flatnonzero(lengths)]
+        offsets = pa.array(np.cumsum([0, *lengths], dtype=np.int64).astype(np.int32), pa.int32())
+        values = pa.array(np.concatenate([np.empty(0, np.uint8), *masks]), pa.uint8())
+        return pa.ListArray.from_arrays(offsets, values, mask=pa.array(lengths == 0))

@@ -1,0 +1,52 @@
+"""Real stores for tests: a folder, and a bucket of an S3 server that is started once."""
+
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from layertap.object_server import ObjectServer, ServerPorts
+from layertap.store import Store
+
+BUCKET = "layertap-tests"
+
+
+@pytest.fixture(scope="session")
+def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """A real S3 server on free ports with an empty bucket."""
+    folder = tmp_path_factory.mktemp("object-server")
+    server = ObjectServer.start(folder, ports=ServerPorts.free(), buckets=[BUCKET])
+    # the server outlives its starter: a test run that is told to end must still come to its stop
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def aws_environment(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment in which `Store.open("s3://…")` and child processes reach the server."""
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    for name, value in object_server.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def s3_store(object_server: ObjectServer, aws_environment: None) -> Store:
+    """A fresh root in the bucket."""
+    settings = object_server.settings(BUCKET, prefix=f"root-{uuid.uuid4().hex[:8]}")
+    return Store.s3(settings, object_server.session())
+
+
+@pytest.fixture
+def folder_store(tmp_path: Path) -> Store:
+    """A fresh root on a folder."""
+    return Store.folder(tmp_path / "root")
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest) -> Store:
+    """A fresh root, once on a folder and once on S3."""
+    fresh: Store = request.getfixturevalue(f"{request.param}_store")
+    return fresh

@@ -1,0 +1,206 @@
+"""A run from its plan to its version, on a real store with a real small target, without a scheduler."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layertap.coordinator import Preview, Run
+from layertap.errors import DatasetError, SpecError, SpecMismatchError, TooManyRefusedError
+from layertap.shard_state import ShardState
+from layertap.store import Store
+from layertap.versions import Versions
+from tests.models import saved, tiny_llama
+from tests.runs import assert_read_back, run_lane, save_rows, settings_for, some_rows
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def target(model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(model, tmp_path_factory.mktemp("target"))
+
+
+def plan_id_of(run: Run) -> str:
+    assert run.plan is not None
+    return run.plan.plan_id
+
+
+def test_a_run_stores_every_row_once_and_a_second_run_has_nothing_to_do(
+    store: Store, tmp_path: Path, model: Any, target: str
+) -> None:
+    rows = some_rows(60)
+    rows[7] = {**rows[3], "id": "equal to row 3", "loss_mask": [1] * len(rows[3]["input_ids"])}
+    settings = settings_for(save_rows(rows, tmp_path / "rows"), target)
+    run = Run.prepare(store, settings)
+    lane = run_lane(store, plan_id_of(run), target)
+    report = run.publish()
+    report.check(0.0)
+    assert report.version.complete and not report.missing
+    assert lane.num_tokens == sum(len(row["input_ids"]) for row in rows) - len(rows[3]["input_ids"])
+    assert_read_back(store, rows, model)
+
+    again = Run.prepare(store, settings)
+    assert again.plan is None
+    assert again.publish().version == report.version
+
+
+def test_an_interrupted_run_is_continued_not_cut_anew(
+    folder_store: Store, tmp_path: Path, model: Any, target: str
+) -> None:
+    rows = some_rows(60)
+    settings = settings_for(save_rows(rows, tmp_path / "rows"), target)
+    first = Run.prepare(folder_store, settings)
+    plan_id = plan_id_of(first)
+    run_lane(folder_store, plan_id, target)
+    kept = first.catalog.outcome(plan_id, 0).attempt
+    lost = [f"plans/{plan_id}/state/{k:05d}.outcome" for k in (1, 2)]
+    folder_store.delete(lost)  # as if these two shards had not been reached
+
+    second = Run.prepare(folder_store, settings)
+    assert plan_id_of(second) == plan_id
+    done = run_lane(folder_store, plan_id, target, name="lane-1").committed
+    assert sorted(outcome.shard for outcome in done) == [1, 2]
+    assert second.catalog.outcome(plan_id, 0).attempt == kept
+    second.publish().check(0.0)
+    assert_read_back(folder_store, rows, model)
+
+
+def test_changed_masks_order_and_rows_compute_only_what_is_new(
+    folder_store: Store, tmp_path: Path, model: Any, target: str
+) -> None:
+    rows = some_rows(50)
+    first = Run.prepare(folder_store, settings_for(save_rows(rows, tmp_path / "v1"), target))
+    run_lane(folder_store, plan_id_of(first), target)
+    first.publish()
+
+    remasked = [{**row, "loss_mask": [1 - m for m in row["loss_mask"]]} for row in reversed(rows)]
+    second = Run.prepare(folder_store, settings_for(save_rows(remasked, tmp_path / "v2"), target))
+    assert second.plan is None
+    assert second.publish().version.number == 2
+    assert_read_back(folder_store, remasked, model)
+    assert_read_back(folder_store, rows, model, version=1)
+
+    grown = remasked[:40] + some_rows(5, seed=1)
+    third = Run.prepare(folder_store, settings_for(save_rows(grown, tmp_path / "v3"), target))
+    assert third.plan is not None and third.plan.num_rows == 5
+    run_lane(folder_store, plan_id_of(third), target)
+    third.publish()
+    assert_read_back(folder_store, grown, model)
+
+
+def test_failed_shards_fail_the_run_by_name_and_the_same_run_again_retries_them(
+    folder_store: Store, tmp_path: Path, model: Any, target: str
+) -> None:
+    rows = some_rows(40)
+    settings = settings_for(save_rows(rows, tmp_path / "rows"), target)
+    run = Run.prepare(folder_store, settings)
+    plan_id = plan_id_of(run)
+    for number, lane in enumerate(("lane-a", "lane-b"), start=1):
+        claim = run.catalog.claim(plan_id, 0, number, lane=lane, details={})
+        assert claim is not None
+        run.catalog.fail(claim, {"error": f"CudaError: broken on {lane}"})
+    run_lane(folder_store, plan_id, target)
+    assert run.watch().poll().finished
+
+    report = run.publish()
+    assert not report.version.complete
+    assert "CudaError: broken on lane-b" in report.markdown()
+    with pytest.raises(
+        TooManyRefusedError, match="1 shards failed, shard 0 with: CudaError: broken on lane-b"
+    ):
+        report.check(1.0)
+
+    again = Run.prepare(folder_store, settings)
+    assert plan_id_of(again) == plan_id
+    assert [o.shard for o in run_lane(folder_store, plan_id, target).committed] == [0]
+    again.publish().check(0.0)
+    assert_read_back(folder_store, rows, model)
+
+
+def test_progress_counts_what_is_settled_and_what_lanes_report(
+    folder_store: Store, tmp_path: Path, target: str
+) -> None:
+    run = Run.prepare(folder_store, settings_for(save_rows(some_rows(40), tmp_path / "rows"), target))
+    plan_id, plan = plan_id_of(run), run.plan
+    assert plan is not None
+    watch = run.watch()
+    assert watch.poll().percent == 0
+    claim = run.catalog.claim(plan_id, 1, 1, lane="lane-x", details={})
+    assert claim is not None
+    run.catalog.beat(claim, {"num_tokens": 100, "num_rows": 4})
+    seen = watch.poll()
+    assert (seen.num_tokens_done, seen.num_rows_done, seen.lanes) == (100, 4, {"lane-x": 1})
+    assert seen.shards[0] == {
+        "shard": 1,
+        "state": "claimed",
+        "lane": "lane-x",
+        "claims": 1,
+        "failures": 0,
+        "rows": plan.shards[1].num_rows,
+        "rows done": 4,
+        "tokens": plan.shards[1].num_tokens,
+        "tokens done": 100,
+    }
+    assert not seen.finished
+    run.catalog.release(claim)
+    run_lane(folder_store, plan_id, target)
+    end = watch.poll()
+    assert end.finished and end.percent == 100 and end.eta_s == 0
+    assert end.shards_by_state == {ShardState.COMMITTED: len(plan.shards)}
+
+
+def test_bad_rows_within_the_policy_are_named_and_beyond_it_refused_before_any_work(
+    folder_store: Store, tmp_path: Path, target: str
+) -> None:
+    rows = some_rows(30)
+    rows[4] = {**rows[4], "input_ids": [1, 512, 3], "loss_mask": [0, 1, 1]}
+    dataset = save_rows(rows, tmp_path / "rows")
+    with pytest.raises(
+        TooManyRefusedError, match=r"1 of 30 rows are refused, above .* 1\.00%.*(?s:.)*row 4.*512"
+    ):
+        Run.prepare(folder_store, settings_for(dataset, target))
+    assert not folder_store.list("plans")
+
+    run = Run.prepare(folder_store, settings_for(dataset, target, max_refused_share=0.1))
+    run_lane(folder_store, plan_id_of(run), target)
+    report = run.publish()
+    report.check(0.1)
+    assert list(report.missing) == [4] and "512" in report.missing[4]
+    assert report.version.complete
+    assert Versions(folder_store).missing(report.version) == report.missing
+
+
+def test_another_extraction_needs_another_root(folder_store: Store, tmp_path: Path, target: str) -> None:
+    dataset = save_rows(some_rows(10), tmp_path / "rows")
+    Run.prepare(folder_store, settings_for(dataset, target))
+    with pytest.raises(SpecMismatchError, match=r"layer_ids: \[0, 2, 3\] here, \[0, 1\] asked"):
+        Run.prepare(folder_store, settings_for(dataset, target, layer_ids=(0, 1)))
+
+
+def test_a_layer_that_is_not_there_is_refused_with_the_range(tmp_path: Path, target: str) -> None:
+    with pytest.raises(
+        SpecError, match=r"layer ids \[4\] are out of range: this target has decoder layers 0 to 3"
+    ):
+        Preview.make(settings_for(save_rows(some_rows(3), tmp_path / "rows"), target, layer_ids=(4,)))
+
+
+def test_a_dataset_overwritten_during_the_run_is_noticed(
+    folder_store: Store, tmp_path: Path, target: str
+) -> None:
+    rows = some_rows(20)
+    dataset = save_rows(rows, tmp_path / "rows")
+    run = Run.prepare(folder_store, settings_for(dataset, target))
+    run_lane(folder_store, plan_id_of(run), target)
+    (file,) = Path(dataset).glob("*.arrow")
+    data = bytearray(file.read_bytes())
+    needle = bytes(b for t in rows[5]["input_ids"] for b in t.to_bytes(4, "little"))
+    assert needle in data
+    with file.open("r+b") as opened:  # in place: the mapping sees it
+        opened.seek(data.index(needle))
+        opened.write((3).to_bytes(4, "little"))
+    with pytest.raises(DatasetError, match="was overwritten while the run went on"):
+        run.publish()

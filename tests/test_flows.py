@@ -1,0 +1,83 @@
+"""Deployments load, forms refuse bad values by name, and every form becomes the settings it says."""
+
+from typing import Any
+
+import pytest
+import yaml
+from prefect.flows import load_flow_from_entrypoint
+from pydantic import ValidationError
+
+from deployments.bootstrap import PREFECT_FILE
+from flows.parameters import Extraction, Preparation
+
+DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(PREFECT_FILE.read_text())["deployments"]
+
+FORM: dict[str, Any] = {"target": "org/model", "dataset": "rows", "root": "model/run-1", "layer_ids": [1, 3]}
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: d["entrypoint"])
+def test_every_deployment_loads(deployment: dict[str, Any]) -> None:
+    flow = load_flow_from_entrypoint(deployment["entrypoint"], use_placeholder_flow=False)
+    assert flow.name == deployment["entrypoint"].rsplit(".", 1)[-1]
+    assert flow.description
+
+
+def test_flows_have_the_promised_names() -> None:
+    names = {deployment["entrypoint"].rsplit(".", 1)[-1] for deployment in DEPLOYMENTS}
+    assert names == {"extract_hidden_states", "extraction_lane", "prepare_dataset"}
+
+
+def test_lanes_go_to_the_gpu_pool_and_all_else_to_the_control_pool() -> None:
+    pools = {d["entrypoint"].rsplit(".", 1)[-1]: d["work_pool"]["name"] for d in DEPLOYMENTS}
+    assert pools.pop("extraction_lane") == "layertap-gpu"
+    assert set(pools.values()) == {"layertap-control"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layer_ids", [3, 1]),
+        ("layer_ids", [1, 1]),
+        ("layer_ids", [-1]),
+        ("layer_ids", []),
+        ("root", "/absolute"),
+        ("root", "a/../b"),
+        ("root", ""),
+        ("storage", "layertap"),
+        ("storage", "gcs-bucket/layertap"),
+        ("dtype", "int8"),
+        ("last_hidden_state", "both"),
+        ("max_length", 0),
+        ("max_refused_share", 1.5),
+        ("num_lanes", 0),
+        ("shard_tokens", 0),
+        ("target", ""),
+        ("layers", [1]),
+    ],
+)
+def test_a_bad_value_is_refused_by_its_name(field: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=field):
+        Extraction.model_validate({**FORM, field: value})
+
+
+def test_layers_come_from_a_list_or_a_drafter_but_not_both() -> None:
+    with pytest.raises(ValidationError, match="layer_ids.*drafter"):
+        Extraction.model_validate({**FORM, "drafter": "drafter"})
+
+
+def test_the_form_becomes_the_settings_it_says() -> None:
+    settings = Extraction.model_validate(
+        {**FORM, "split": "train", "id_column": "uid", "shard_tokens": 10, "max_refused_share": 0.5}
+    ).settings()
+    assert (settings.layer_ids, settings.split, settings.revision) == ((1, 3), "train", None)
+    assert (settings.columns.row_id, settings.plan.shard_tokens, settings.max_refused_share) == (
+        "uid",
+        10,
+        0.5,
+    )
+
+
+def test_forms_have_a_description_for_every_field() -> None:
+    for form in (Extraction, Preparation):
+        missing = [name for name, field in form.model_fields.items() if not field.description]
+        assert not missing

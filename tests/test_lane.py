@@ -1,0 +1,206 @@
+"""Lanes share shards through the store, take over from the dead, and doubt themselves."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from layertap import lane as lane_module
+from layertap.coordinator import Run
+from layertap.errors import SelfCheckError, StoppedError, StoreError, TargetError
+from layertap.lane import CANARY, Lane, extract_in_threads, work_through
+from layertap.shard_state import ShardState
+from layertap.store import Store
+from tests.models import saved, tiny_llama
+from tests.runs import assert_read_back, run_lane, save_rows, settings_for, some_rows
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def target(model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(model, tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def run(folder_store: Store, tmp_path: Path, target: str) -> Run:
+    return Run.prepare(folder_store, settings_for(save_rows(some_rows(60), tmp_path / "rows"), target))
+
+
+@pytest.fixture
+def plan_id(run: Run) -> str:
+    assert run.plan is not None
+    return run.plan.plan_id
+
+
+@pytest.fixture
+def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_module, "BEAT_S", 0.2)
+
+
+def opened(store: Store, plan_id: str, target: str, name: str) -> Lane:
+    lane = Lane.open(store, plan_id, target=target, name=name)
+    assert lane is not None
+    return lane
+
+
+def test_two_lanes_share_the_shards(
+    run: Run, plan_id: str, folder_store: Store, target: str, model: Any, fast_beats: None
+) -> None:
+    reports = {}
+
+    def work(name: str) -> None:
+        reports[name] = run_lane(folder_store, plan_id, target, name)
+
+    threads = [threading.Thread(target=work, args=(f"lane-{i}",)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    shards = [outcome.shard for report in reports.values() for outcome in report.committed]
+    assert run.plan is not None
+    assert sorted(shards) == list(range(len(run.plan.shards)))
+    run.publish().check(0.0)
+    assert_read_back(folder_store, some_rows(60), model)
+
+
+def test_a_lane_without_work_loads_no_target(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    run_lane(folder_store, plan_id, target)
+    assert Lane.open(folder_store, plan_id, target="there is no such target", name="late") is None
+
+
+def test_the_shard_of_a_dead_lane_is_taken_over(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    dead = run.catalog.claim(plan_id, 0, 1, lane="dead", details={})
+    assert dead is not None
+    report = run_lane(folder_store, plan_id, target)
+    taken = next(outcome for outcome in report.committed if outcome.shard == 0)
+    assert taken.claim == 2
+    run.publish().check(0.0)
+
+
+def test_the_shard_of_a_lane_that_beats_is_left_alone(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    held = run.catalog.claim(plan_id, 0, 1, lane="busy", details={})
+    assert held is not None
+    ending = threading.Event()
+
+    def beat() -> None:
+        while not ending.wait(0.1):
+            run.catalog.beat(held, {})
+
+    beats = threading.Thread(target=beat)
+    beats.start()
+    report = run_lane(folder_store, plan_id, target)
+    ending.set()
+    beats.join()
+    assert 0 not in [outcome.shard for outcome in report.committed]
+
+
+def test_stop_ends_a_lane_and_gives_its_shards_back(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        claim = lane.claim()
+        assert claim is not None
+        run.stop()
+        assert lane._stopped.wait(5)
+        with pytest.raises(StoppedError, match=f"plan {plan_id} was told to stop"):
+            lane.extract(claim)
+        with pytest.raises(StoppedError):
+            extract_in_threads(lane)
+    assert {row["state"] for row in run.watch().poll().shards} == {ShardState.WAITING}
+
+
+def test_a_failure_is_recorded_and_the_shard_tried_again(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        honest = lane.extract
+        tries: list[int] = []
+
+        def once_broken(claim: Any) -> Any:
+            if claim.shard == 1 and not tries:
+                tries.append(claim.number)
+                raise StoreError("the store is away")
+            return honest(claim)
+
+        lane.extract = once_broken  # type: ignore[method-assign]
+        report = extract_in_threads(lane)
+    assert report.failed == {1: "StoreError: the store is away"}
+    failure = run.catalog.last_failure(plan_id, 1)
+    assert failure["lane"] == "lane-0" and "once_broken" in failure["traceback"]
+    assert run.catalog.outcome(plan_id, 1).claim == 2
+    run.publish().check(0.0)
+
+
+def test_two_failures_in_a_row_send_the_lane_to_its_self_check(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+
+        def broken(claim: Any) -> Any:
+            raise RuntimeError("illegal memory access")
+
+        def doubtful() -> None:
+            raise SelfCheckError("layer_0: not finite")
+
+        lane.extract = broken  # type: ignore[method-assign]
+        lane.self_check = doubtful  # type: ignore[method-assign]
+        with pytest.raises(SelfCheckError, match="layer_0: not finite"):
+            extract_in_threads(lane)
+
+
+def test_a_task_repeated_after_its_commit_computes_nothing(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        claim = lane.claim()
+        assert claim is not None
+        first = lane.extract(claim)
+        files = len(folder_store.list(f"plans/{plan_id}/data"))
+        assert lane.extract(claim) == first
+        assert len(folder_store.list(f"plans/{plan_id}/data")) == files
+        lane.let_go(claim)
+        work_through(lane, lambda c: pytest.fail("not reached") if c.shard == claim.shard else _done(lane, c))
+
+
+def _done(lane: Lane, claim: Any) -> Any:
+    from concurrent.futures import Future
+
+    future: Future[Any] = Future()
+    future.set_result(lane.extract(claim))
+    return future
+
+
+def test_a_lane_that_differs_from_the_canary_is_refused(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    with opened(folder_store, plan_id, target, "lane-0"):
+        pass
+    canary = load(folder_store.get(CANARY))
+    canary["layer_2"] = canary["layer_3"].clone()  # a layer off by one
+    folder_store.delete([CANARY])
+    folder_store.create(CANARY, save(canary))
+    with pytest.raises(SelfCheckError, match="layer_2: .*canary|canary.*layer_2"):
+        Lane.open(folder_store, plan_id, target=target, name="lane-1")
+
+
+def test_another_model_of_the_same_shape_is_refused(
+    run: Run, plan_id: str, folder_store: Store, model: Any, tmp_path: Path
+) -> None:
+    other = tiny_llama()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.add_(0.01)
+    with pytest.raises(TargetError, match="but the extraction was made for"):
+        Lane.open(folder_store, plan_id, target=saved(other, tmp_path / "other"), name="lane-0")

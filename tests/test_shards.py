@@ -1,0 +1,126 @@
+"""The shard task under a real Prefect engine, with a lane whose faults are injected."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.filesystems import LocalFileSystem
+from prefect.testing.utilities import prefect_test_harness
+
+from layertap.catalog import Claim, Outcome
+from layertap.errors import ClaimLostError, StoreError
+from layertap.lane import Lane
+from tasks.shards import extract_shard, submit_shard
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A server of its own, that leaves the user's Prefect home alone."""
+    home = tmp_path_factory.mktemp("prefect")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+            patch.delenv(name)
+        patch.setenv("PREFECT_HOME", str(home))
+        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+        with prefect_test_harness(server_startup_timeout=60):
+            yield
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> str:
+    """A storage block on a fresh folder."""
+    LocalFileSystem(basepath=str(tmp_path)).save("results", overwrite=True)
+    return "local-file-system/results"
+
+
+OUTCOME = Outcome(
+    kind="committed",
+    shard=12,
+    claim=1,
+    attempt="a" * 32,
+    lane="lane-0",
+    host="host",
+    device="CPU",
+    files=[],
+    index={},
+    num_rows=3,
+    num_tokens=30,
+    nbytes=300,
+    refused=[],
+    seconds={},
+    num_splits=0,
+    environment={},
+    started_at="",
+    ended_at="",
+)
+
+
+class FaultyLane:
+    """Raises each of its errors once, then commits."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.num_calls = 0
+
+    def extract(self, claim: Claim) -> Outcome:
+        self.num_calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return OUTCOME
+
+
+def run(lane: FaultyLane, storage: str, *, number: int) -> tuple[Any, str]:
+    """What the future gives inside the lane's flow, and the name of the task run."""
+    claim = Claim(plan_id="plan", shard=12, number=number, lane="lane-0", token="t")
+
+    @flow(persist_result=False)
+    def lane_flow() -> Any:
+        future = submit_shard(cast(Lane, lane), claim, storage=storage, root="root")
+        try:
+            return future.result(), _name(future)
+        except Exception as error:
+            return error, _name(future)
+
+    return cast(tuple[Any, str], lane_flow())
+
+
+def _name(future: Any) -> str:
+    with get_client(sync_client=True) as client:
+        return client.read_task_run(future.task_run_id).name
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extract_shard, "retry_delay_seconds", 0.0)
+
+
+def test_a_store_error_gets_another_try_and_the_manifest_is_kept_as_json(
+    storage: str, tmp_path: Path
+) -> None:
+    lane = FaultyLane(StoreError("503 SlowDown"))
+    manifest, name = run(lane, storage, number=1)
+    assert (manifest["shard"], manifest["attempt"], manifest["num_tokens"]) == (12, "a" * 32, 30)
+    assert name == "shard-00012"
+    assert lane.num_calls == 2
+    kept = tmp_path / "root" / "results" / "plan" / "00012.claim-1.json"
+    assert 0 < kept.stat().st_size < 1024
+    assert b'"jsonlib"' in kept.read_bytes()
+
+
+def test_a_lost_claim_is_not_tried_again_and_keeps_its_type(storage: str) -> None:
+    lane = FaultyLane(ClaimLostError("lane-1 committed shard 12"))
+    error, _ = run(lane, storage, number=2)
+    assert isinstance(error, ClaimLostError)
+    assert str(error) == "lane-1 committed shard 12"
+    assert lane.num_calls == 1
+
+
+def test_the_next_claim_of_a_shard_is_not_served_from_the_cache(storage: str) -> None:
+    lane = FaultyLane()
+    for number in (3, 4):
+        run(lane, storage, number=number)
+    assert lane.num_calls == 2

@@ -1,0 +1,382 @@
+"""Objects on a folder and on a real S3 server."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+from obstore import exceptions as obstore_errors
+
+from layertap.errors import (
+    AlreadyExistsError,
+    IntegrityError,
+    NotFoundError,
+    StoreError,
+    StoreRefusedError,
+)
+from layertap.object_server import ObjectServer
+from layertap.s3 import Bucket, S3Settings
+from layertap.store import BRIEF, PART_BYTES, Store, checksum
+from layertap.store_errors import mapped
+
+
+def test_an_object_comes_back_whole_and_in_ranges(store: Store) -> None:
+    data = os.urandom(100_000)
+    store.put("a/b.bin", memoryview(bytearray(data)))
+    assert store.get("a/b.bin") == data
+    assert store.get_range("a/b.bin", 777, 5_000) == data[777:5_777]
+    assert store.head("a/b.bin").size == len(data)
+    assert store.exists("a/b.bin")
+    assert not store.exists("a/c.bin")
+
+
+def test_a_put_replaces_the_object_and_its_tag(store: Store) -> None:
+    store.put("x", b"one")
+    before = store.head("x").e_tag
+    store.put("x", b"two", durable=True)
+    assert store.get("x") == b"two"
+    assert store.head("x").e_tag != before
+
+
+def test_an_object_of_several_parts_is_put_whole(store: Store) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 2 * PART_BYTES + 12_345, dtype=np.uint8)
+    store.put("big", data.data)
+    assert checksum(store.get("big")) == checksum(data.data)
+
+
+def test_lists_are_sorted_and_folders_are_not_looked_into(store: Store) -> None:
+    assert store.list("plans") == []
+    assert store.folders("plans") == []
+    for path in ("plans/p2/a", "plans/p1/state/b", "plans/p1/state/a", "plans-of-others/c"):
+        store.put(path, b"12345")
+    assert [(o.path, o.size) for o in store.list("plans/p1")] == [
+        ("plans/p1/state/a", 5),
+        ("plans/p1/state/b", 5),
+    ]
+    assert store.folders("plans") == ["p1", "p2"]
+
+
+def test_a_missing_object_is_named(store: Store) -> None:
+    for call in (store.get, store.head, lambda path: store.get_range(path, 0, 1)):
+        with pytest.raises(NotFoundError, match=f"{store.uri}/not/there"):
+            call("not/there")
+
+
+def test_deleting_what_is_missing_is_no_error(store: Store) -> None:
+    store.put("x", b"1")
+    store.delete([])
+    store.delete(["never", "x"])
+    assert not store.exists("x")
+
+
+def test_a_range_beyond_the_end_is_an_integrity_error(store: Store) -> None:
+    store.put("short", b"0123456789")
+    with pytest.raises(IntegrityError, match=r"short is too short: bytes 8 to 12 asked, 2 of 4 there"):
+        store.get_range("short", 8, 4)
+    with pytest.raises(IntegrityError, match="0 of 4 there"):
+        store.get_range("short", 20, 4)
+
+
+def test_of_sixteen_creators_one_wins(store: Store) -> None:
+    for attempt in range(2):
+        barrier, won = threading.Barrier(16), []
+
+        def create(
+            name: bytes, attempt: int = attempt, won: list[bytes] = won, barrier: Any = barrier
+        ) -> None:
+            barrier.wait()
+            try:
+                store.create(f"state/claim-{attempt}", name)
+                won.append(name)
+            except AlreadyExistsError:
+                pass
+
+        threads = [threading.Thread(target=create, args=(b"%d" % i,)) for i in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [store.get(f"state/claim-{attempt}")] == won
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", "a//b", "", ".", "a/"])
+def test_paths_never_leave_the_root(store: Store, path: str) -> None:
+    calls = (
+        lambda: store.put(path, b"x"),
+        lambda: store.create(path, b"x"),
+        lambda: store.get(path),
+        lambda: store.get_range(path, 0, 1),
+        lambda: store.list(path),
+        lambda: store.folders(path),
+        lambda: store.delete([path]),
+        lambda: store.local_path(path),
+    )
+    for call in calls:
+        with pytest.raises(StoreRefusedError, match="could leave the root"):
+            call()
+
+
+def test_two_roots_in_one_bucket_are_apart(object_server: ObjectServer, s3_store: Store) -> None:
+    other = Store.s3(
+        S3Settings(**{**vars(s3_store._root.settings), "prefix": "/other/"}), object_server.session()
+    )
+    s3_store.put("x", b"1")
+    assert not other.exists("x")
+    assert other.uri == "s3://layertap-tests/other"
+
+
+def test_the_root_of_a_reader_is_not_made(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "typo")
+    assert store.list("versions") == []
+    assert not store.exists("layertap.json")
+    assert not (tmp_path / "typo").exists()
+
+
+class _SyncLog:
+    """Notes what is synced and when names appear, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        fsync, link = os.fsync, os.link
+
+        def noted_fsync(descriptor: int) -> None:
+            self.events.append(
+                f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name.partition('#')[0]}"
+            )
+            fsync(descriptor)
+
+        def noted_link(source: Path, target: Path) -> None:
+            self.events.append(f"appears {target.name}")
+            link(source, target)
+
+        monkeypatch.setattr(os, "fsync", noted_fsync)
+        monkeypatch.setattr(os, "link", noted_link)
+
+
+def test_data_and_every_folder_above_are_synced(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = _SyncLog(monkeypatch)
+    folder_store.put("plans/p/data/x", b"1", durable=True)
+    assert log.events == ["sync x", "sync data", "sync p", "sync plans", "sync root"]
+
+
+def test_a_record_is_synced_before_its_name_appears(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = _SyncLog(monkeypatch)
+    folder_store.create("state/00000.outcome", b"{}")
+    assert log.events == ["sync 00000.outcome", "appears 00000.outcome", "sync state", "sync root"]
+
+
+def test_a_killed_writer_leaves_nothing_visible(store: Store) -> None:
+    """The writer dies again and again in the midst of puts and creates; what is there is always whole."""
+    script = (
+        "import sys; from layertap.store import Store; s = Store.open(sys.argv[1])\n"
+        "print('ready', flush=True)\n"
+        "for i in range(10**6): s.put(f'data/{i}', b'7' * 3_000_000); s.create(f'made/{i}', b'7' * 3_000_000)"
+    )
+    for round_ in range(6):
+        writer = subprocess.Popen([sys.executable, "-c", script, store.uri], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(0.03 + 0.04 * round_)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        found = store.list("data") + store.list("made")
+        assert {o.size for o in found} <= {3_000_000}
+        store.delete([o.path for o in store.list("made")])
+
+
+def test_check_passes_on_a_good_store_and_leaves_nothing(store: Store) -> None:
+    store.check()
+    assert store.list("check") == []
+
+
+def test_check_names_what_a_store_cannot_do(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overwrites(self: Store, path: str, data: bytes) -> None:
+        self.put(path, data)
+
+    monkeypatch.setattr(Store, "create", overwrites)
+    with pytest.raises(StoreRefusedError, match="fails at create-once on an existing object"):
+        folder_store.check()
+
+
+def _with(store: Store, server: ObjectServer, **changes: Any) -> Store:
+    assert isinstance(store._root, Bucket)
+    return Store.s3(S3Settings(**{**vars(store._root.settings), **changes}), server.session())
+
+
+def test_a_missing_bucket_is_refused_at_once(s3_store: Store, object_server: ObjectServer) -> None:
+    nowhere = _with(s3_store, object_server, bucket="no-such-bucket")
+    with pytest.raises(StoreRefusedError, match=r"fails at put: .*NoSuchBucket"):
+        nowhere.check()
+    with pytest.raises(StoreRefusedError, match="NoSuchBucket"):
+        nowhere.list("versions")
+
+
+def test_wrong_keys_are_refused_and_never_shown(s3_store: Store) -> None:
+    session = boto3.Session(aws_access_key_id="nobody", aws_secret_access_key="hush-hush")
+    assert isinstance(s3_store._root, Bucket)
+    stranger = Store.s3(s3_store._root.settings, session)
+    for call in (lambda: stranger.put("x", b""), lambda: stranger.get("x"), lambda: stranger.list("x")):
+        with pytest.raises(StoreRefusedError, match="InvalidAccessKeyId") as caught:
+            call()
+        assert "hush-hush" not in f"{caught.value!r} {stranger!r}"
+
+
+def test_a_store_that_is_away_is_worth_another_try(s3_store: Store, object_server: ObjectServer) -> None:
+    away = _with(s3_store, object_server, endpoint_url="http://127.0.0.1:9")
+    away._retry = {**BRIEF, "max_retries": 1}
+    with pytest.raises(StoreError, match="can't get s3://") as caught:
+        away.get("x")
+    assert caught.value.retriable
+
+
+def test_no_credentials_is_an_error_that_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(StoreRefusedError, match="no credentials for s3://bucket/x: set AWS_PROFILE"):
+        Store.open("s3://bucket/x")
+
+
+def test_credentials_that_expire_are_asked_for_again(
+    s3_store: Store, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datetime import timedelta
+
+    import layertap.s3
+
+    monkeypatch.setattr(layertap.s3, "CREDENTIALS_TTL", timedelta(0))
+    session = object_server.session()
+    credentials = session.get_credentials()
+    asked, frozen = Counter[str](), credentials.get_frozen_credentials
+
+    def counted() -> Any:
+        asked["times"] += 1
+        return frozen()
+
+    monkeypatch.setattr(credentials, "get_frozen_credentials", counted)
+    assert isinstance(s3_store._root, Bucket)
+    store = Store.s3(s3_store._root.settings, session)
+    for i in range(3):
+        store.put(f"x{i}", b"1")
+        time.sleep(0.2)
+    assert asked["times"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("error", "becomes"),
+    [
+        (obstore_errors.GenericError("507 Insufficient Storage"), StoreRefusedError),
+        (obstore_errors.GenericError("… No space left on device (os error 28)"), StoreRefusedError),
+        (obstore_errors.PermissionDeniedError("<Code>ExpiredToken</Code>"), StoreError),
+        (obstore_errors.GenericError("503 <Code>SlowDown</Code>"), StoreError),
+        (FileNotFoundError("404 <Code>NoSuchBucket</Code>"), StoreRefusedError),
+        (FileNotFoundError("404 <Code>NoSuchKey</Code>"), NotFoundError),
+        (OSError(28, "No space left on device"), StoreRefusedError),
+        (OSError(5, "Input/output error"), StoreError),
+    ],
+)
+def test_errors_say_whether_another_try_helps(error: Exception, becomes: type[Exception]) -> None:
+    with pytest.raises(StoreError, match="can't put s3://b/x: ") as caught, mapped("put", "s3://b/x"):
+        raise error
+    assert type(caught.value) is becomes
+
+
+def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreRefusedError, match="can't put"):
+        Store.open(tmp_path / "file" / "root").put("x", b"1")
+
+
+def test_uris_open_what_they_name(tmp_path: Path, s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store.open(f"file://{tmp_path}/a%20b").put("x", b"folder")
+    assert (tmp_path / "a b" / "x").read_bytes() == b"folder"
+    s3_store.put("x", b"bucket")
+    reopened = Store.open(s3_store.uri)
+    assert reopened.uri == s3_store.uri
+    assert reopened.get("x") == b"bucket"
+    with pytest.raises(StoreRefusedError, match="'gs://b/x' is neither a path"):
+        Store.open("gs://b/x")
+
+
+def test_settings_follow_boto3s_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_CA_BUNDLE", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    on_aws = S3Settings.from_environment("s3://b/p/", boto3.Session(region_name="eu-west-1"))
+    assert on_aws == S3Settings(bucket="b", prefix="p", region="eu-west-1", path_style=False)
+    assert S3Settings.from_environment("s3://dotted.name", boto3.Session()).path_style
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://10.0.0.1:9000")
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/ca.pem")
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    own = S3Settings.from_environment("s3://b", boto3.Session())
+    assert (own.endpoint_url, own.path_style) == ("https://10.0.0.1:9000", True)
+    assert (own.verify, own.checksums) == ("/ca.pem", False)
+
+
+def test_uploads_without_a_checksum_header_work(s3_store: Store, object_server: ObjectServer) -> None:
+    plain = _with(s3_store, object_server, checksums=False)
+    plain.put("x", b"1")
+    assert s3_store.get("x") == b"1"
+
+
+def test_an_unreadable_ca_is_named(s3_store: Store, object_server: ObjectServer) -> None:
+    with pytest.raises(StoreRefusedError, match=r"CA file '/no/ca\.pem' of the store can't be read"):
+        _with(s3_store, object_server, verify="/no/ca.pem").get("x")
+
+
+def test_a_store_travels_to_another_process_without_its_secret(
+    store: Store, object_server: ObjectServer
+) -> None:
+    store.put("x", b"1")
+    data = pickle.dumps(store)
+    assert object_server.environment()["AWS_SECRET_ACCESS_KEY"].encode() not in data
+    assert pickle.loads(data).get("x") == b"1"
+    with get_context("spawn").Pool(1) as pool:
+        assert pool.apply(store.get, ("x",)) == b"1"
+
+
+def test_keys_given_in_code_are_not_pickled(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody else")
+    with pytest.raises(StoreRefusedError, match="opened with keys given in code"):
+        pickle.dumps(s3_store)
+
+
+def test_a_forked_process_reads_ranges_and_is_refused_the_rest(store: Store) -> None:
+    store.put("x", b"0123456789")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = store.get_range("x", 2, 3)
+            try:
+                store.put("y", b"")
+            except StoreRefusedError as error:
+                answer += str(error).encode()
+        except BaseException as error:
+            answer = repr(error).encode()
+        os.write(write, answer)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    assert answer.startswith(b"234")
+    assert b"multiprocessing context 'spawn'" in answer
+
+
+def test_checksums_are_those_of_s3() -> None:
+    assert checksum(b"123456789") == "crc64nvme:ae8b14860a799888"
+    assert checksum(memoryview(bytearray(b"123456789"))) == "crc64nvme:ae8b14860a799888"

@@ -1,0 +1,493 @@
+"""What is tapped is what Hugging Face gives under the stated convention, and a wrong target is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from models import DEVICE, VOCAB_SIZE, constants, saved, tiny_hybrid, tiny_llama
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel
+
+from layertap.errors import SelfCheckError, SpecError, TargetError
+from layertap.spec import ExtractionSpec
+from layertap.target import Target, compare_canary, drafter_layer_ids, inspect_target
+
+BUILDERS = {"llama": tiny_llama, "hybrid": tiny_hybrid}
+IDENTITY = "folder:0"
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("targets")
+    return {name: saved(build(), root / name) for name, build in BUILDERS.items()}
+
+
+@pytest.fixture
+def llama_folder(folders, tmp_path):
+    """A copy to damage."""
+    return Path(shutil.copytree(folders["llama"], tmp_path / "llama"))
+
+
+def spec_of(layer_ids, last="pre_norm", dtype="float32", identity=IDENTITY):
+    return ExtractionSpec(
+        target_identity=identity, layer_ids=layer_ids, last_hidden_state=last, dtype=dtype, max_length=64
+    )
+
+
+def load(folder, layer_ids, **fields):
+    spec = spec_of(layer_ids, identity=inspect_target(folder).identity, **fields)
+    return Target.load(folder, spec=spec, device=DEVICE)
+
+
+def rows_of(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB_SIZE, (n,), generator=generator).to(DEVICE) for n in lengths]
+
+
+def plain_states(folder, row):
+    """By Hugging Face alone: the output of each decoder layer, and the last one before and after the norm."""
+    backbone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval().model
+    raw = []
+    backbone.norm.register_forward_pre_hook(lambda _m, args: raw.append(args[0]))
+    with torch.inference_mode():
+        out = backbone(input_ids=row[None], output_hidden_states=True, use_cache=False)
+    return {
+        "layers": [*out.hidden_states[1:-1], raw[0]],
+        "pre_norm": raw[0],
+        "post_norm": out.hidden_states[-1],
+    }
+
+
+@pytest.mark.parametrize("last", ["pre_norm", "post_norm"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_first_middle_and_last_layer_and_the_last_state_equal_hugging_face(folders, name, last):
+    folder = folders[name]
+    num_layers = inspect_target(folder).num_hidden_layers
+    layer_ids = (0, num_layers // 2, num_layers - 1)
+    target = load(folder, layer_ids, last=last)
+    for row in rows_of(11, 30):
+        expected = plain_states(folder, row)
+        states = target.tap(row[None])
+        assert [len(states), target.state_names[-1]] == [4, "last_hidden_state"]
+        for state, layer_id in zip(states, layer_ids, strict=False):
+            assert torch.equal(state, expected["layers"][layer_id])
+        assert torch.equal(states[-1], expected[last])
+
+
+def test_layer_ids_count_decoder_layers_from_zero():
+    """Decoder layer k of this model adds 1000 * (k + 1), so its output names it."""
+    row = torch.tensor([[7, 0, 511]], device=DEVICE)
+    target = Target.from_backbone(constants(5), spec=spec_of((0, 2, 4)))
+    first, middle, last_layer, last = target.tap(row)
+    for state, added in ((first, 1000), (middle, 6000), (last_layer, 15000), (last, 15000)):
+        assert torch.equal(state, (row + added)[:, :, None].expand(-1, -1, 64).float())
+
+
+def test_post_norm_is_the_final_norm_of_pre_norm():
+    row = rows_of(9)[0][None]
+    model = tiny_llama()
+    pre = Target.from_backbone(tiny_llama(), spec=spec_of((0,), "pre_norm")).tap(row)[-1]
+    post = Target.from_backbone(tiny_llama(), spec=spec_of((0,), "post_norm")).tap(row)[-1]
+    assert torch.equal(post, model.model.norm(pre))
+    assert not torch.allclose(post, pre)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_stopping_early_changes_no_bit_and_drops_the_rest(name):
+    ids = torch.stack(rows_of(20, 20))
+    whole = Target.from_backbone(BUILDERS[name](), spec=spec_of((0, 2), "pre_norm"))
+    model = BUILDERS[name]()
+    early = Target.from_backbone(model, spec=spec_of((0, 2), "none"))
+    assert len(model.model.layers) == model.config.num_hidden_layers == 3
+    for a, b in zip(whole.tap(ids), early.tap(ids), strict=False):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("pad", [0, 99])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_padding_leaks_into_no_layer(name, pad):
+    model = BUILDERS[name]()
+    num_layers = model.config.num_hidden_layers
+    target = Target.from_backbone(model, spec=spec_of(tuple(range(num_layers)), "post_norm"))
+    rows = rows_of(40, 31, 12, 1)
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+    together = target.tap(padded)
+    for k, row in enumerate(rows):
+        for state, alone in zip(together, target.tap(row[None]), strict=True):
+            error = (state[k, : len(row)] - alone[0]).norm(dim=-1) / alone[0].norm(dim=-1)
+            # on a GPU, kernels round to TF32
+            assert error.max() < (1e-4 if DEVICE.type == "cpu" else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_self_check_passes_and_says_how_well(folders, name, dtype):
+    target = load(folders[name], (0, 3), dtype=dtype)
+    result = target.self_check()
+    assert max(result["convention"]["errors"].values()) == 0
+    for check in result.values():
+        assert set(check["errors"]) == {"layer_0", "layer_3", "last_hidden_state"}
+        assert max(check["errors"].values()) < check["tolerance"] / 4
+    json.dumps(result)
+
+
+def tap_with(hook, layer=1):
+    """A target, checked against itself as it was before `hook` came onto a decoder layer."""
+    model = tiny_llama()
+    target = Target.from_backbone(model, spec=spec_of((0, 1, 2)))
+    # prepended: it acts before the tap
+    model.model.layers[layer].register_forward_hook(hook, prepend=True)
+    return target
+
+
+def test_the_self_check_finds_states_that_are_not_hugging_faces():
+    target = tap_with(lambda _m, args, _out: args[0])
+    with pytest.raises(SelfCheckError, match=r"differs from Hugging Face's own states .*layer_1: \d"):
+        target.self_check()
+
+
+def test_the_self_check_finds_rows_that_leak_into_each_other():
+    def leak(_module, _args, out):
+        return out + (out.mean(0, keepdim=True) if len(out) > 1 else 0)
+
+    with pytest.raises(SelfCheckError, match=r"of a row depends on the padded rows beside it .*layer_1: "):
+        tap_with(leak).self_check()
+
+
+def test_the_self_check_finds_states_that_are_not_finite():
+    with pytest.raises(SelfCheckError, match="layer_2: not finite"):
+        tap_with(lambda _m, _a, out: out * torch.nan, layer=2).self_check()
+
+
+def test_a_layer_that_gives_another_shape_is_refused():
+    target = tap_with(lambda _m, _a, out: out[0])
+    with pytest.raises(TargetError, match=r"decoder layer 1 gives \[5, 64\], not \[B, T, 64\]"):
+        target.tap(rows_of(5)[0][None])
+
+
+def test_a_layer_that_gives_a_tuple_is_tapped():
+    target = tap_with(lambda _m, _a, out: (out,), layer=2)
+    target._backbone.layers[3].register_forward_pre_hook(lambda _m, args: (args[0][0], *args[1:]))
+    assert target.tap(rows_of(5)[0][None])[2].shape == (1, 5, 64)
+
+
+def test_a_layer_that_computes_in_another_dtype_is_refused():
+    target = tap_with(lambda _m, _a, out: out.double())
+    with pytest.raises(TargetError, match=r"decoder layer 1 computes in torch.float64, not in float32"):
+        target.tap(rows_of(5)[0][None])
+
+
+def test_nothing_of_a_forward_pass_is_kept():
+    target = Target.from_backbone(tiny_llama(), spec=spec_of((0,)))
+    target.tap(rows_of(5)[0][None])
+    assert target._taken == {}
+
+
+def test_layers_the_target_lacks_are_refused_with_the_valid_range():
+    with pytest.raises(SpecError, match=r"layer ids \[4\] are out of range: .* decoder layers 0 to 3"):
+        Target.from_backbone(tiny_llama(4), spec=spec_of((0, 4)))
+
+
+def test_a_model_without_a_list_of_decoder_layers_is_refused(tmp_path):
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    folder = saved(BertLMHeadModel(config), tmp_path)
+    with pytest.raises(
+        TargetError, match=r"BertLMHeadModel can't be tapped: its decoder BertModel has the parts emb"
+    ):
+        inspect_target(folder)
+
+
+def test_weights_that_are_not_there_are_refused():
+    model = tiny_llama().to("meta")
+    with pytest.raises(TargetError, match=r"must lie whole on one device, but it has 0.00 GiB on meta"):
+        Target.from_backbone(model, spec=spec_of((0,)))
+
+
+def test_states_that_would_not_be_aligned_are_refused():
+    model = tiny_llama()
+    target = Target.from_backbone(model, spec=spec_of((0,)))
+    odd = type(target.info)(**{**target.info.to_dict(), "hidden_size": 63})
+    with pytest.raises(TargetError, match="hidden size 63 in bfloat16 is no multiple of 4 bytes"):
+        Target(model, info=odd, spec=spec_of((0,), dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_inspecting_tells_the_shape_without_the_weights(folders, name):
+    info = inspect_target(folders[name])
+    model = BUILDERS[name]()
+    assert (info.hidden_size, info.vocab_size) == (64, VOCAB_SIZE)
+    assert info.num_hidden_layers == len(model.model.layers)
+    assert info.num_parameters == sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
+    assert info.executed_parameters(spec_of((0,), "none")) == info.num_parameters // info.num_hidden_layers
+    assert info.executed_parameters(spec_of((0,))) == info.num_parameters
+    assert info.quantization is None
+    json.dumps(info.to_dict())
+
+
+def test_of_a_mixture_of_experts_only_the_routed_experts_count(tmp_path):
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=6,
+        num_experts_per_tok=2,
+    )
+    info = inspect_target(saved(AutoModelForCausalLM.from_config(config), tmp_path))
+    attention = 16 * 16 + 2 * 16 * 8 + 16 * 16
+    assert info.num_parameters == 2 * (attention + 6 * 16 + 2 * (3 * 16 * 8))
+
+
+def test_a_folders_identity_is_its_content(llama_folder, tmp_path):
+    identity = inspect_target(str(llama_folder)).identity
+    elsewhere = Path(shutil.copytree(llama_folder, tmp_path / "elsewhere"))
+    os.utime(elsewhere / "config.json", (0, 0))
+    (elsewhere / "README.md").write_text("not a weight")
+    assert inspect_target(str(elsewhere)).identity == identity
+    assert identity.startswith("folder:") and len(identity) == len("folder:") + 32
+
+    weights = load_file(elsewhere / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, elsewhere / "model.safetensors", {"format": "pt"})
+    assert inspect_target(str(elsewhere)).identity != identity
+
+
+def test_another_target_than_the_specs_is_refused(folders):
+    with pytest.raises(
+        TargetError, match=r"is folder:[0-9a-f]{32}, but the extraction was made for folder:0: "
+    ):
+        Target.load(folders["llama"], spec=spec_of((0,)), device="cpu")
+
+
+def damage(folder, what):
+    weights = folder / "model.safetensors"
+    if what == "no config":
+        (folder / "config.json").unlink()
+    elif what == "no weights":
+        weights.unlink()
+    elif what == "cut short":
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size * 6 // 10])
+    elif what == "a file of the index missing":
+        index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no config", r"llama has no config.json: give the folder that save_pretrained wrote"),
+        ("no weights", r"llama has no \*.safetensors file: download the weights, or convert them"),
+        ("cut short", r"weight file .*/model.safetensors is cut short or damaged: .* Copy it again"),
+        ("a file of the index missing", r"llama lacks model-00002-of-00002.safetensors, named by"),
+        ("no folder", r"target folder /.*/llama doesn't exist: give a folder with config.json or a hub id"),
+    ],
+)
+def test_an_incomplete_folder_is_refused_naming_what_is_missing(llama_folder, what, message):
+    damage(llama_folder, what)
+    with pytest.raises(TargetError, match=message):
+        inspect_target(str(llama_folder))
+
+
+def test_a_checkpoint_without_some_weights_is_refused(llama_folder):
+    weights = load_file(llama_folder / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, llama_folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TargetError, match=r"lacks 1 weights \(model.layers.2.mlp.up_proj.weight\)"):
+        load(str(llama_folder), (0,))
+
+
+def test_a_checkpoint_without_its_head_is_taken(llama_folder):
+    weights = load_file(llama_folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, llama_folder / "model.safetensors", {"format": "pt"})
+    load(str(llama_folder), (0,)).self_check()
+
+
+def test_a_model_that_needs_its_own_code_is_refused(llama_folder):
+    config = json.loads((llama_folder / "config.json").read_text())
+    config |= {"model_type": "homemade", "auto_map": {"AutoConfig": "code.Config"}}
+    (llama_folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TargetError, match="the config of target .* can't be used"):
+        inspect_target(str(llama_folder))
+
+
+def test_the_checkpoints_quantisation_is_recorded(llama_folder):
+    config = json.loads((llama_folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (llama_folder / "config.json").write_text(json.dumps(config))
+    quantization = inspect_target(str(llama_folder)).quantization
+    assert quantization is not None and quantization["quant_method"] == "fp8"
+
+
+@pytest.fixture
+def offline_hub(folders, tmp_path, monkeypatch):
+    """A local cache that knows `tiny/llama` at one commit, and no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    commit, repo = "c0ffee" + "0" * 34, tmp_path / "models--tiny--llama"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    shutil.copytree(folders["llama"], repo / "snapshots" / commit)
+    return commit
+
+
+@pytest.mark.parametrize("by_commit", [False, True])
+def test_a_hub_id_is_pinned_to_its_commit_offline(offline_hub, by_commit):
+    info = inspect_target("tiny/llama", revision=offline_hub if by_commit else None)
+    assert info.identity == f"hub:tiny/llama@{offline_hub}"
+    assert (info.revision, info.num_hidden_layers) == (offline_hub, 4)
+
+
+def test_a_hub_id_is_loaded_at_its_commit_offline(offline_hub):
+    spec = spec_of((0,), identity=f"hub:tiny/llama@{offline_hub}")
+    target = Target.load("tiny/llama", spec=spec, revision=offline_hub, device="cpu")
+    assert target.info.revision == offline_hub
+
+
+@pytest.mark.parametrize(
+    ("name", "revision"), [("tiny/bert", None), ("tiny/llama", "v2"), ("no folder", None)]
+)
+def test_a_hub_id_nobody_knows_is_refused(offline_hub, name, revision):
+    with pytest.raises(
+        TargetError, match=f"target '{name}'.* is no folder here, and neither the hub nor the local"
+    ):
+        inspect_target(name, revision=revision)
+
+
+def test_a_revision_of_a_folder_is_refused(folders):
+    with pytest.raises(TargetError, match="revision 'main' is for the hub, and .* is a folder: leave it out"):
+        inspect_target(folders["llama"], revision="main")
+
+
+def test_a_canary_equals_itself_and_travels_as_safetensors(tmp_path):
+    canary = Target.from_backbone(tiny_llama(), spec=spec_of((0, 2))).canary_states()
+    save_file(canary, tmp_path / "canary.safetensors")
+    again = Target.from_backbone(tiny_llama(), spec=spec_of((0, 2))).canary_states()
+    compare_canary(again, load_file(tmp_path / "canary.safetensors"))
+    assert sorted(canary) == ["input_ids", "last_hidden_state", "layer_0", "layer_2"]
+    assert canary["layer_2"].shape == (64, 64)
+
+
+def test_a_lane_with_other_weights_fails_the_canary():
+    theirs = Target.from_backbone(tiny_llama(), spec=spec_of((0, 2))).canary_states()
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight *= 1.1
+    mine = Target.from_backbone(model, spec=spec_of((0, 2))).canary_states()
+    with pytest.raises(
+        SelfCheckError, match=r"differs from the canary .* layer_2: \d.*, last_hidden_state"
+    ) as info:
+        compare_canary(mine, theirs)
+    assert "layer_0" not in str(info.value)
+
+
+def test_canaries_of_two_extractions_are_not_compared():
+    target = Target.from_backbone(tiny_llama(), spec=spec_of((0, 2)))
+    canary = target.canary_states()
+    with pytest.raises(SelfCheckError, match="they are not of one extraction"):
+        compare_canary(canary, {name: state for name, state in canary.items() if name != "layer_2"})
+    with pytest.raises(
+        SelfCheckError, match=r"layer_2 of the canary is \[64, 64\] torch.bfloat16, on this lane"
+    ):
+        compare_canary(canary, {**canary, "layer_2": canary["layer_2"].bfloat16()})
+
+
+def test_the_environment_names_versions_device_and_kernels():
+    environment = Target.from_backbone(tiny_hybrid(), spec=spec_of((0,))).environment()
+    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["device"]["type"] == DEVICE.type
+    assert environment["attention"] == "sdpa"
+    assert environment["kernels"]["causal_conv1d_fn"] == "transformers (reference)"
+    json.dumps(environment)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_computes_what_a_cpu_computes(folders):
+    identity = inspect_target(folders["llama"]).identity
+    spec = spec_of((0, 3), identity=identity, dtype="bfloat16")
+    on_gpu, on_cpu = (Target.load(folders["llama"], spec=spec, device=kind) for kind in ("cuda", "cpu"))
+    assert on_gpu.device == torch.device("cuda", 0)
+    compare_canary(on_gpu.canary_states(), on_cpu.canary_states())
+
+
+FAKE_FLA = """
+def chunk_gated_delta_rule(*args, **kwargs):
+    raise RuntimeError("0 active drivers")
+"""
+
+
+@pytest.fixture
+def fake_fla(tmp_path):
+    """An environment for a process in which `fla` is installed, and there is no GPU to run it."""
+    (tmp_path / "fla" / "ops").mkdir(parents=True)
+    for name in ("__init__.py", "ops/__init__.py", "ops/gated_delta_rule.py"):
+        (tmp_path / "fla" / name).write_text(FAKE_FLA)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    ("first", "printed"),
+    [
+        ("", "runs with transformers (reference)"),
+        (
+            "import transformers.models.qwen3_5.modeling_qwen3_5",
+            "torch_chunk_gated_delta_rule runs on a GPU only",
+        ),
+    ],
+)
+def test_gpu_kernels_are_kept_out_on_a_cpu_or_named(folders, fake_fla, first, printed):
+    code = f"""
+{first}
+from layertap.errors import TargetError
+from layertap.spec import ExtractionSpec
+from layertap.target import Target, inspect_target
+info = inspect_target({folders["hybrid"]!r})
+spec = ExtractionSpec(target_identity=info.identity, layer_ids=(0,), dtype="float32")
+try:
+    target = Target.load(info.source, spec=spec, device="cpu")
+    target.self_check()
+    print("runs with", target.environment()["kernels"]["torch_chunk_gated_delta_rule"])
+except TargetError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=fake_fla, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(printed)
+
+
+@pytest.mark.parametrize(
+    "config", [{"target_layer_ids": [1, 16, 31]}, {"dflash_config": {"target_layer_ids": [1, 16, 31]}}]
+)
+def test_layer_ids_come_from_the_drafters_config(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert drafter_layer_ids(tmp_path) == drafter_layer_ids(tmp_path / "config.json") == (1, 16, 31)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "has no target_layer_ids: give the layer ids themselves; they are never guessed"),
+        ('{"speculators_model_type": "dflash", "target_layer_ids": [2]}', "whose layer ids are one higher"),
+        ("not json", "can't be read"),
+    ],
+)
+def test_a_drafter_config_without_clear_layer_ids_is_refused(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(TargetError, match=message):
+        drafter_layer_ids(tmp_path)
