@@ -1,0 +1,1 @@
+"""Where the flows run: pools, blocks, deployments, workers, and the embedded stack."""

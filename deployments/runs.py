@@ -1,0 +1,115 @@
+"""A run of the extraction deployment, started and followed from a terminal."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+from uuid import UUID
+
+import click
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from flows.parameters import Extraction
+from layertap.errors import InputError, LayertapError
+from tasks.artifacts import PROGRESS, server_may_be_away
+
+DEPLOYMENT = "extract_hidden_states/layertap"
+POLL_S = 1.0
+LINE_EVERY_S = 10.0
+
+
+class NoServerError(LayertapError):
+    """Prefect's server doesn't answer."""
+
+
+class RunFailedError(LayertapError):
+    """The flow run ended in another state than Completed."""
+
+
+def run_extraction(form: Mapping[str, Any]) -> None:
+    """Start a run with these parameters, show its progress, and print what came of it.
+
+    Raises:
+        InputError: a parameter is out of its range, or there is no server with the deployment.
+        NoServerError: the server doesn't answer.
+        RunFailedError: the run didn't complete; with its message.
+    """
+    started = _start(_validated(form))
+    click.echo(f"{started.name}: {_url(started)}")
+    with get_client(sync_client=True) as client:
+        state = _follow(client, started.id)
+    if not state.is_completed():
+        raise RunFailedError(f"the run ended {state.name}: {state.message}")
+    click.echo(state.message)
+
+
+def _validated(form: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return Extraction.model_validate({**form, "layer_ids": list(form["layer_ids"])}).model_dump()
+    except ValidationError as error:
+        told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}".lstrip(": ") for e in error.errors()]
+        raise InputError("; ".join(told)) from error
+
+
+def _start(extraction: dict[str, Any]) -> FlowRun:
+    try:
+        return cast(FlowRun, run_deployment(DEPLOYMENT, parameters={"extraction": extraction}, timeout=0))
+    except ObjectNotFound as error:
+        raise InputError(
+            f"the server has no deployment {DEPLOYMENT}: deploy with "
+            "`prefect deploy --all --prefect-file deployments/prefect.yaml`"
+        ) from error
+    except httpx.TransportError as error:
+        raise NoServerError(
+            f"Prefect's server at {get_current_settings().api.url} doesn't answer ({error}): is it up? "
+            "`layertap up` starts the embedded one"
+        ) from error
+
+
+def _url(started: FlowRun) -> str:
+    ui = get_current_settings().ui_url or ""
+    return f"{ui}/runs/flow-run/{started.id}"
+
+
+def _follow(client: SyncPrefectClient, flow_run: UUID) -> State[Any]:
+    """Show the run's progress until it ends: a bar on a terminal, else a line now and then."""
+    console = Console()
+    columns = [
+        TextColumn("{task.fields[state]}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.description}"),
+    ]
+    state: State[Any] | None = None
+    line_due = time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=100.0, state="")
+        while state is None or not state.is_final():
+            time.sleep(POLL_S)
+            with server_may_be_away():
+                state = client.read_flow_run(flow_run).state
+                percent, text = _progress(client, flow_run)
+                assert state is not None
+                bar.update(task, completed=percent, description=text, state=state.name)
+                if not console.is_terminal and time.monotonic() >= line_due:
+                    line_due = time.monotonic() + LINE_EVERY_S
+                    click.echo(f"{state.name} {percent:.0f}% {text}")
+    return state
+
+
+def _progress(client: SyncPrefectClient, flow_run: UUID) -> tuple[float, str]:
+    """Percentage and description of the run's progress artifact; 0 before there is one."""
+    wanted = ArtifactFilter(
+        flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run]), key=ArtifactFilterKey(any_=[PROGRESS])
+    )
+    for artifact in client.read_artifacts(artifact_filter=wanted):
+        return float(str(artifact.data)), artifact.description or ""
+    return 0.0, ""

@@ -1,0 +1,183 @@
+"""The embedded stack of `layertap up`: Prefect on SQLite, an S3 server, workers and deployments, on loopback.
+
+All it keeps (database, objects, logs, pids) lies in one folder; the user's own Prefect home is untouched.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+
+from deployments.bootstrap import (
+    CONTROL_POOL,
+    LANE_POOL,
+    PREFECT_FILE,
+    has_worker,
+    make_pools,
+    save_s3_block,
+)
+from deployments.daemons import Daemon, DaemonError, answers, check_port_free
+from deployments.workers import lane_workers
+from layertap.object_server import ObjectServer, ServerPorts
+
+BLOCK = "layertap"
+
+STORAGE = f"s3-bucket/{BLOCK}"
+"""The stack's storage block."""
+
+START_S = 180.0
+SERVER_STOP_S = 30.0
+WORKERS_STOP_S = 90.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """An embedded stack: its folder and its ports."""
+
+    state: Path
+    port: int = 4200
+    """Prefect's API and UI."""
+
+    s3_port: int = 8333
+    """First of the object server's five ports."""
+
+    @classmethod
+    def load(cls, state: Path) -> "Stack | None":
+        """The stack that was started in `state`, or None."""
+        try:
+            return cls(state=state.resolve(), **json.loads((state / "stack.json").read_text()))
+        except FileNotFoundError:
+            return None
+
+    @property
+    def ui_url(self) -> str:
+        """Address of Prefect's UI."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def api_url(self) -> str:
+        """Address of Prefect's API."""
+        return f"{self.ui_url}/api"
+
+    def daemon(self, name: str) -> Daemon:
+        """One of `server`, `control`, `lanes`."""
+        return Daemon(name=name, state=self.state)
+
+    @property
+    def objects(self) -> Path:
+        """Folder of the object server."""
+        return self.state / "objects"
+
+    def environment(self) -> dict[str, str]:
+        """The environment of everything that talks to this stack: no Prefect setting of the user survives."""
+        home = self.state / "prefect"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        return kept | {
+            "PREFECT_HOME": str(home),
+            "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
+            "PREFECT_API_URL": self.api_url,
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+            "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+            "DO_NOT_TRACK": "1",
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
+        }
+
+    def use(self) -> None:
+        """Point this process at the stack; before the first import of Prefect."""
+        environment = self.environment()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def up(stack: Stack, *, num_lanes: int | None = None) -> None:
+    """Start what doesn't run yet of the stack, and deploy to it.
+
+    Raises:
+        InputError: a port is taken.
+        DeviceError: more lanes were asked for than there are GPUs.
+        DaemonError: a process of the stack didn't start.
+    """
+    lane_workers(num_lanes)
+    stack.state.mkdir(parents=True, exist_ok=True)
+    (stack.state / "stack.json").write_text(json.dumps({"port": stack.port, "s3_port": stack.s3_port}))
+    try:
+        objects = _start_objects(stack)
+        _start_server(stack)
+        stack.use()
+        make_pools()
+        _save_block(objects)
+        _deploy(stack.environment())
+        _start_workers(stack, num_lanes)
+    except BaseException:
+        down(stack)
+        raise
+
+
+def _start_objects(stack: Stack) -> ObjectServer:
+    if (running := ObjectServer.running(stack.objects)) is not None:
+        return running
+    names = [field.name for field in fields(ServerPorts)]
+    ports = ServerPorts(**{name: stack.s3_port + k for k, name in enumerate(names)})
+    return ObjectServer.start(stack.objects, ports=ports)
+
+
+def _save_block(objects: ObjectServer) -> None:
+    keys = objects.session().get_credentials()
+    assert keys is not None
+    save_s3_block(
+        BLOCK,
+        bucket=objects.settings().bucket,
+        endpoint_url=objects.endpoint_url,
+        region=objects.settings().region,
+        access_key=keys.access_key,
+        secret_key=keys.secret_key,
+        config={"s3": {"addressing_style": "path"}},
+    )
+
+
+def _start_server(stack: Stack) -> None:
+    server = stack.daemon("server")
+    if server.process() is None:
+        check_port_free(stack.port, purpose="Prefect's server", option="--port")
+        (stack.state / "prefect").mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "prefect", "server", "start"]
+        server.start([*command, "--host", "127.0.0.1", "--port", str(stack.port)], stack.environment())
+    server.wait_until(lambda: answers(f"{stack.api_url}/health"), START_S)
+
+
+def _deploy(environment: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    done = subprocess.run(
+        [*command, "--prefect-file", str(PREFECT_FILE)], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise DaemonError(f"the deployments of {PREFECT_FILE} can't be made:\n{done.stdout}{done.stderr}")
+
+
+def _start_workers(stack: Stack, num_lanes: int | None) -> None:
+    workers = [sys.executable, "-m", "layertap.cli", "workers"]
+    lanes = [] if num_lanes is None else ["--lanes", str(num_lanes)]
+    for name, options in (("control", ["--control"]), ("lanes", lanes)):
+        if stack.daemon(name).process() is None:
+            stack.daemon(name).start([*workers, *options], stack.environment())
+    for name, pool in (("control", CONTROL_POOL), ("lanes", LANE_POOL)):
+        stack.daemon(name).wait_until(partial(has_worker, pool), START_S)
+
+
+def down(stack: Stack) -> list[str]:
+    """End the stack, its flow runs first; returns the names of what was ended.
+
+    The coordinators go first: each tells its lanes to stop and takes back those that still wait for a worker.
+    """
+    waits = {"control": WORKERS_STOP_S, "lanes": WORKERS_STOP_S, "server": SERVER_STOP_S}
+    ended = [name for name, timeout_s in waits.items() if stack.daemon(name).end(timeout_s)]
+    if (objects := ObjectServer.running(stack.objects)) is not None:
+        objects.stop()
+        ended.append("objects")
+    return ended

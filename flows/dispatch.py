@@ -1,0 +1,154 @@
+"""The lanes of one coordinator: dispatched, counted, replaced when they die, taken back at the end."""
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self, cast
+from uuid import UUID
+
+from prefect import get_run_logger, runtime
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.deployments import run_deployment
+from prefect.states import Cancelling
+
+from layertap.coordinator import RunProgress
+from layertap.errors import LayertapError
+from layertap.shard_state import ShardState
+from tasks.artifacts import server_may_be_away
+
+DEPLOYMENT = "extraction_lane/layertap"
+
+SPARE_DEATHS = 3
+"""Lanes that may die, beyond one for each asked for, before no more are sent; none if no lane ever worked."""
+
+LAST_LANE_S = 60.0
+"""Seconds that lanes have to end by themselves when no work is left."""
+
+
+class LanesLostError(LayertapError):
+    """No lane is left to go on with."""
+
+
+class Lanes:
+    """Lane runs in the work pool. A context manager: none of them outlives it.
+
+    Whether a lane lives is judged by Prefect's state of its run and, where its host has gone down so that
+    nobody reports it, by its claims in the store.
+    """
+
+    def __init__(self, num_lanes: int, parameters: Mapping[str, Any]) -> None:
+        self._num_lanes = num_lanes
+        self._parameters = parameters
+        self._states: dict[UUID, State[Any]] = {}
+        self._names: dict[UUID, str] = {}
+        self._seen_working: set[str] = set()
+        self._lost: set[UUID] = set()
+        self._log = get_run_logger()
+
+    def tend(self, progress: RunProgress) -> None:
+        """Dispatch lanes while there is work for them.
+
+        Raises:
+            LanesLostError: no lane is left and too many have died to try another.
+        """
+        with server_may_be_away():
+            self._look()
+            self._end_lost(progress)
+            for _ in range(self._num_missing(progress)):
+                self._dispatch()
+
+    def _look(self) -> None:
+        with get_client(sync_client=True) as client:
+            for run in _read(client, [k for k, state in self._states.items() if not state.is_final()]):
+                assert run.state is not None
+                self._warn_of_change(run.id, run.state)
+                self._states[run.id] = run.state
+
+    def _warn_of_change(self, flow_run: UUID, state: State[Any]) -> None:
+        name = self._names[flow_run]
+        if state.is_failed() or state.is_crashed():
+            self._log.warning("%s is dead: %s", name, state.message)
+        elif state.name == "Late" != self._states[flow_run].name:
+            self._log.warning("%s waits for a free worker; `layertap workers` starts some on a host", name)
+
+    def _end_lost(self, progress: RunProgress) -> None:
+        """Give up lanes that held shards, let their claims go stale and hold none now."""
+        self._seen_working |= progress.lanes.keys()
+        if not progress.shards_by_state.get(ShardState.STALE):
+            return
+        for k in self._live():
+            name = self._names[k]
+            if name in self._seen_working and name not in progress.lanes:
+                self._log.warning("%s is lost: its claims are stale", name)
+                self._lost.add(k)
+                self._cancel(k)
+
+    def _live(self) -> list[UUID]:
+        return [k for k, state in self._states.items() if not state.is_final() and k not in self._lost]
+
+    def _num_missing(self, progress: RunProgress) -> int:
+        live, states = self._live(), self._states.values()
+        num_waiting = sum(self._names[k] not in self._seen_working for k in live)
+        num_wanted = self._num_lanes - self._num_cancelled()
+        num_dead = len(self._lost) + sum(state.is_failed() or state.is_crashed() for state in states)
+        num_bearable = self._num_lanes + (SPARE_DEATHS if self._seen_working else 0)
+        if num_wanted > 0 and num_dead < num_bearable:
+            return max(0, min(num_wanted - len(live), progress.num_claimable - num_waiting))
+        if not live and not progress.lanes:
+            raise LanesLostError(f"no lane is left; the last ends: {self._last_words()}")
+        return 0
+
+    def _num_cancelled(self) -> int:
+        """Lanes that somebody cancelled by hand, and so doesn't want replaced."""
+        return sum(state.is_cancelled() and k not in self._lost for k, state in self._states.items())
+
+    def _last_words(self) -> str:
+        """The last ends of lanes, one for each message."""
+        ended = {s.message: f"{self._names[k]} {s.name}: {s.message}" for k, s in self._states.items()}
+        return "; ".join(list(ended.values())[-3:])
+
+    def _dispatch(self) -> None:
+        name = f"lane-{len(self._states)}"
+        started = run_deployment(
+            DEPLOYMENT,
+            parameters={**self._parameters, "name": name},
+            flow_run_name=name,
+            timeout=0,
+            # A retried coordinator must get new lanes: the old key would give it the old, finished runs.
+            idempotency_key=f"{runtime.flow_run.id}:{runtime.flow_run.run_count}:{name}",
+        )
+        run = cast(FlowRun, started)
+        assert run.state is not None
+        self._names[run.id] = name
+        self._states[run.id] = run.state
+
+    def _cancel(self, flow_run: UUID) -> None:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run, Cancelling())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take back lanes that wait for a worker; working ones get a moment to end, except after an error."""
+        with server_may_be_away():
+            self._look()
+            working = [k for k in self._live() if error is None and self._states[k].is_running()]
+            for k in set(self._live()) - set(working):
+                self._cancel(k)
+            deadline = time.monotonic() + LAST_LANE_S
+            while (left := set(working) & set(self._live())) and time.monotonic() < deadline:
+                time.sleep(1.0)
+                self._look()
+            for k in left:
+                self._cancel(k)
+
+
+def _read(client: SyncPrefectClient, ids: list[UUID]) -> list[FlowRun]:
+    if not ids:
+        return []
+    return client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=ids)), limit=len(ids))

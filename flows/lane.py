@@ -1,0 +1,54 @@
+"""One lane: the target on one GPU, working through the shards of a plan."""
+
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Completed
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from layertap.errors import StoppedError
+from layertap.lane import IN_FLIGHT, Lane, LaneReport, work_through
+from tasks.shards import submit_shard
+from tasks.storage import open_store
+
+
+@flow(
+    name="extraction_lane",
+    flow_run_name="{name}",
+    persist_result=False,
+    result_serializer="json",
+    task_runner=ThreadPoolTaskRunner(max_workers=IN_FLIGHT),  # type: ignore[arg-type]
+)
+def extraction_lane(
+    storage: str, root: str, plan_id: str, target: str, name: str, revision: str = ""
+) -> State[Any]:
+    """Load the target once and extract shard after shard until none is left.
+
+    Args:
+        storage: Storage block that holds the root.
+        root: Folder of the root under the block.
+        plan_id: Plan to work through.
+        target: Hub id of the target, or its folder on this host.
+        name: What the lane is called in claims and outcomes.
+        revision: Hub revision of the target.
+    """
+    lane = Lane.open(open_store(storage, root), plan_id, target=target, revision=revision or None, name=name)
+    if lane is None:
+        return Completed(message="no shard was left to extract")
+    try:
+        with lane:
+            report = work_through(lane, lambda claim: submit_shard(lane, claim, storage=storage, root=root))
+    except StoppedError as error:
+        return Cancelled(message=str(error))
+    get_run_logger().info("seconds by what they went to: %s", _seconds(report))
+    return Completed(message=_summary(report))
+
+
+def _summary(report: LaneReport) -> str:
+    text = f"{len(report.committed):,} shards committed, {report.num_tokens:,} tokens, on {report.device}"
+    return f"{text}; {len(report.failed):,} failed here" if report.failed else text
+
+
+def _seconds(report: LaneReport) -> str:
+    return ", ".join(f"{kind} {spent_s:.1f}" for kind, spent_s in report.seconds.items())

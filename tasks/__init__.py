@@ -1,0 +1,1 @@
+"""Prefect tasks and what they need from Prefect: storage blocks, artifacts."""

@@ -1,0 +1,86 @@
+"""What a run shows in Prefect's UI: its plan, its progress, its shards, its outcome.
+
+There are four artifacts a run, and each is updated in place: a version an update would fill the database.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+from uuid import UUID
+
+import httpx
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.exceptions import PrefectHTTPStatusError
+
+from layertap.coordinator import Report, RunProgress
+
+PLAN, PROGRESS, SHARDS, OUTCOME = "layertap-plan", "layertap-progress", "layertap-shards", "layertap-outcome"
+"""Keys of the artifacts."""
+
+PROGRESS_EVERY_S = 5.0
+SHARDS_EVERY_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def server_may_be_away() -> Iterator[None]:
+    """Let an outage of Prefect's server pass: extraction goes on without it."""
+    try:
+        yield
+    except (httpx.TransportError, PrefectHTTPStatusError) as error:
+        if isinstance(error, PrefectHTTPStatusError) and error.response.status_code < 500:
+            raise
+        log.warning("Prefect's server didn't answer, going on: %s", error)
+
+
+def show_plan(rows: Sequence[tuple[str, str]]) -> None:
+    """Show the plan as a table."""
+    table = [{"": name, "value": value} for name, value in rows]
+    create_table_artifact(table, key=PLAN, description="What this run is going to do")
+
+
+def show_outcome(report: Report) -> None:
+    """Show what came of the run."""
+    create_markdown_artifact(report.markdown(), key=OUTCOME, description="What this run has stored")
+
+
+class ProgressBoard:
+    """Progress and shards of a run, kept up to date at a rate that the server bears."""
+
+    def __init__(self) -> None:
+        self._progress = cast(UUID, create_progress_artifact(0.0, PROGRESS, "starting lanes"))
+        self._shards = cast(UUID, create_table_artifact([], SHARDS, "no shard yet"))
+        self._progress_due = self._shards_due = time.monotonic()
+
+    def show(self, progress: RunProgress, *, last: bool = False) -> None:
+        """Show `progress` unless the last update was a moment ago; the last one is always shown."""
+        now = time.monotonic()
+        with server_may_be_away():
+            if last or now >= self._progress_due:
+                self._progress_due = now + PROGRESS_EVERY_S
+                update_progress_artifact(self._progress, progress.percent, description=str(progress))
+            if last or now >= self._shards_due:
+                self._shards_due = now + SHARDS_EVERY_S
+                _update_table(self._shards, progress.shards, _counts(progress))
+
+
+def _counts(progress: RunProgress) -> str:
+    counts = ", ".join(f"{number:,} {state}" for state, number in sorted(progress.shards_by_state.items()))
+    total = sum(progress.shards_by_state.values())
+    return f"{total:,} shards: {counts}. Shown are {len(progress.shards):,}, those that need a look first"
+
+
+def _update_table(artifact: UUID, table: list[dict[str, Any]], description: str) -> None:
+    with get_client(sync_client=True) as client:
+        client.update_artifact(artifact, ArtifactUpdate(data=json.dumps(table), description=description))

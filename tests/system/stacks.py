@@ -1,0 +1,97 @@
+"""The stack as tests see it: commands, what Prefect says of its runs, what its store holds."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+
+from deployments.stack import Stack
+from layertap.object_server import ObjectServer
+from layertap.store import Store
+
+LANES = 2
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "layertap.cli", *arguments]
+
+
+def environment() -> dict[str, str]:
+    """That of a user who has no Prefect settings; and none of this process leaks."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+
+
+def layertap(*arguments: str) -> str:
+    """Run a `layertap` command that must succeed; returns what it printed."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300, env=environment())
+    assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 300.0) -> Any:
+    """Wait until the condition gives something true, and return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {condition.__name__}"
+        time.sleep(0.5)
+    return found
+
+
+@dataclass(frozen=True)
+class RealStack:
+    stack: Stack
+
+    @property
+    def state(self) -> str:
+        return str(self.stack.state)
+
+    def up(self) -> None:
+        ports = ["--port", str(self.stack.port), "--s3-port", str(self.stack.s3_port)]
+        layertap("up", "--state", self.state, *ports, "--lanes", str(LANES))
+
+    def run_options(self, dataset: str, target: str, root: str, *, shard_tokens: int = 600) -> list[str]:
+        return [
+            *("run", dataset, "--target", target, "--layers", "0,2,3", "--dtype", "float32"),
+            *("--max-length", "64", "--root", root, "--lanes", str(LANES), "--state", self.state),
+            *("--param", f"shard_tokens={shard_tokens}", "--param", "max_batch_tokens=256"),
+        ]
+
+    def store(self, root: str) -> Store:
+        server = ObjectServer.running(self.stack.objects)
+        assert server is not None
+        return Store.s3(server.settings(prefix=root), server.session())
+
+    def outcomes(self, root: str) -> list[str]:
+        return [o.path for o in self.store(root).list("plans") if o.path.endswith(".outcome")]
+
+    def ask(self, what: str, **filters: Any) -> list[dict[str, Any]]:
+        """Prefect's API: what there is of flow_runs, task_runs, artifacts, …"""
+        answer = httpx.post(f"{self.stack.api_url}/{what}/filter", json=filters, timeout=30)
+        answer.raise_for_status()
+        found: list[dict[str, Any]] = answer.json()
+        return found
+
+    def runs_of(self, flow: str, root: str) -> list[dict[str, Any]]:
+        """The flow's runs on this root, oldest first."""
+        runs = self.ask("flow_runs", flows={"name": {"any_": [flow]}}, sort="EXPECTED_START_TIME_ASC")
+        return [run for run in runs if _root(run["parameters"]) == root]
+
+    def engine(self, flow_run: str) -> psutil.Process:
+        """The process that executes a flow run."""
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run:
+                    return process
+            except psutil.Error:
+                continue
+        raise AssertionError(f"no process executes flow run {flow_run}")
+
+
+def _root(parameters: dict[str, Any]) -> Any:
+    return parameters.get("extraction", parameters).get("root")

@@ -1,0 +1,113 @@
+"""Extraction through a real Prefect server, worker pools, lanes and an S3 server, with deaths on the way."""
+
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.models import tiny_llama
+from tests.runs import assert_read_back, save_rows, some_rows
+from tests.system.stacks import LANES, RealStack, command, environment, layertap, wait_for
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
+
+def start(arguments: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    )
+
+
+def assert_succeeds(run: "subprocess.Popen[str]") -> None:
+    output, _ = run.communicate(timeout=400)
+    assert run.returncode == 0, output
+
+
+def test_a_run_extracts_every_row_and_a_second_one_computes_nothing(
+    stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    rows = some_rows(320)
+    unfit = {"input_ids": [1, 100_000], "loss_mask": [1, 1], "id": "unfit"}
+    options = stack.run_options(save_rows([*rows, unfit], tmp_path / "rows"), target, "plain")
+
+    assert "320 of 321 rows are stored, 1 are missing: version 1" in layertap(*options)
+    assert_read_back(stack.store("plain"), rows, tiny_llama())
+
+    lanes = stack.runs_of("extraction_lane", "plain")
+    assert [lane["state_type"] for lane in lanes] == ["COMPLETED"] * LANES
+    shards = stack.ask("task_runs", flow_runs={"id": {"any_": [lane["id"] for lane in lanes]}})
+    outcomes = stack.outcomes("plain")
+    assert sorted(shard["name"] for shard in shards) == [f"shard-{k:05d}" for k in range(len(outcomes))]
+    assert {shard["state_type"] for shard in shards} == {"COMPLETED"}
+    (coordinator,) = stack.runs_of("extract_hidden_states", "plain")
+    artifacts = stack.ask("artifacts", flow_runs={"id": {"any_": [coordinator["id"]]}})
+    assert sorted(a["key"] for a in artifacts) == [
+        f"layertap-{name}" for name in ("outcome", "plan", "progress", "shards")
+    ]
+    assert {a["data"] for a in artifacts if a["type"] == "progress"} == {100.0}
+
+    assert "320 of 321 rows are stored, 1 are missing: version 1" in layertap(*options)
+    assert len(stack.runs_of("extraction_lane", "plain")) == LANES
+    assert stack.outcomes("plain") == outcomes
+
+
+def test_a_lane_killed_half_way_costs_no_row_and_doubles_none(
+    stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    rows = some_rows(1003, seed=1)
+    options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "killed", shard_tokens=150)
+    run = start(options)
+    wait_for(lambda: len(stack.outcomes("killed")) >= 5)
+    first, *_ = [r for r in stack.runs_of("extraction_lane", "killed") if r["state_type"] == "RUNNING"]
+    stack.engine(first["id"]).kill()
+
+    assert_succeeds(run)
+    assert_read_back(stack.store("killed"), rows, tiny_llama())
+    ends = {lane["id"]: lane["state_type"] for lane in stack.runs_of("extraction_lane", "killed")}
+    assert ends.pop(first["id"]) == "CRASHED"
+    assert "COMPLETED" in ends.values()
+    assert set(ends.values()) <= {"COMPLETED", "CANCELLED"}
+
+
+def test_stopped_workers_leave_no_run_running_and_the_run_goes_on_with_new_ones(
+    stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    rows = some_rows(800, seed=2)
+    options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "stopped", shard_tokens=150)
+    run = start(options)
+    wait_for(lambda: len(stack.outcomes("stopped")) >= 5)
+    engines = [
+        stack.engine(lane["id"])
+        for lane in stack.runs_of("extraction_lane", "stopped")
+        if lane["state_type"] == "RUNNING"
+    ]
+    assert engines
+    assert stack.stack.daemon("lanes").end(90)
+
+    _, alive = psutil.wait_procs(engines, timeout=1)
+    assert not alive
+    assert all(lane["state_type"] != "RUNNING" for lane in stack.runs_of("extraction_lane", "stopped"))
+
+    stack.up()
+    assert_succeeds(run)
+    assert_read_back(stack.store("stopped"), rows, tiny_llama())
+    assert {lane["state_type"] for lane in stack.runs_of("extraction_lane", "stopped")} <= FINAL
+
+
+def test_a_strict_run_fails_with_the_reason(stack: RealStack, target: str, tmp_path: Path) -> None:
+    rows = [*some_rows(200), {"input_ids": [1, 100_000], "loss_mask": [1, 1], "id": "unfit"}]
+    options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "strict")
+    run = start([*options, "--strict"])
+    output, _ = run.communicate(timeout=300)
+    assert run.returncode == 1
+    assert "1 of 201 rows are refused" in output
+    assert "row 200" in output
+    assert "100000" in output
+    assert not stack.runs_of("extraction_lane", "strict")
