@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 from uuid import UUID
 
 import click
@@ -11,7 +11,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 from pydantic import ValidationError
 from rich.console import Console
@@ -19,11 +19,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from flows.parameters import Extraction
 from layertap.errors import InputError, LayertapError
-from tasks.artifacts import PROGRESS, server_may_be_away
+from tasks.artifacts import PROGRESS
 
 DEPLOYMENT = "extract_hidden_states/layertap"
 POLL_S = 1.0
 LINE_EVERY_S = 10.0
+
+PATIENCE_S = 600.0
+"""Seconds without an answer of the server before following is given up."""
 
 
 class NoServerError(LayertapError):
@@ -44,8 +47,12 @@ def run_extraction(form: Mapping[str, Any]) -> None:
     """
     started = _start(_validated(form))
     click.echo(f"{started.name}: {_url(started)}")
-    with get_client(sync_client=True) as client:
-        state = _follow(client, started.id)
+    try:
+        with get_client(sync_client=True) as client:
+            state = _follow(client, started.id)
+    except KeyboardInterrupt:
+        click.echo("the run goes on; it can be cancelled in Prefect's UI")
+        raise
     if not state.is_completed():
         raise RunFailedError(f"the run ended {state.name}: {state.message}")
     click.echo(state.message)
@@ -80,29 +87,54 @@ def _url(started: FlowRun) -> str:
 
 
 def _follow(client: SyncPrefectClient, flow_run: UUID) -> State[Any]:
-    """Show the run's progress until it ends: a bar on a terminal, else a line now and then."""
-    console = Console()
-    columns = [
-        TextColumn("{task.fields[state]}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.description}"),
-    ]
-    state: State[Any] | None = None
-    line_due = time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=100.0, state="")
-        while state is None or not state.is_final():
+    """Show the run's progress until it ends; an outage of the server is waited out for some minutes."""
+    answered = time.monotonic()
+    with Display() as display:
+        while True:
             time.sleep(POLL_S)
-            with server_may_be_away():
+            try:
                 state = client.read_flow_run(flow_run).state
-                percent, text = _progress(client, flow_run)
                 assert state is not None
-                bar.update(task, completed=percent, description=text, state=state.name)
-                if not console.is_terminal and time.monotonic() >= line_due:
-                    line_due = time.monotonic() + LINE_EVERY_S
-                    click.echo(f"{state.name} {percent:.0f}% {text}")
-    return state
+                display.show(state.name or "", *_progress(client, flow_run))
+            except (httpx.TransportError, PrefectHTTPStatusError) as error:
+                if time.monotonic() - answered > PATIENCE_S:
+                    raise NoServerError(f"Prefect's server is gone ({error}); the run may go on") from error
+                continue
+            answered = time.monotonic()
+            if state.is_final():
+                return state
+
+
+class Display:
+    """A progress bar on a terminal, else a line now and then. A context manager."""
+
+    def __init__(self) -> None:
+        console = Console()
+        self._is_terminal = console.is_terminal
+        self._line_due = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.fields[state]}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            disable=not self._is_terminal,
+        )
+        self._task = self._bar.add_task("", total=100.0, state="")
+
+    def show(self, state: str, percent: float, text: str) -> None:
+        """Show the state of the run, the share that is done, and rate and ETA in words."""
+        self._bar.update(self._task, completed=percent, description=text, state=state)
+        if not self._is_terminal and time.monotonic() >= self._line_due:
+            self._line_due = time.monotonic() + LINE_EVERY_S
+            click.echo(f"{state} {percent:.0f}% {text}")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
 
 def _progress(client: SyncPrefectClient, flow_run: UUID) -> tuple[float, str]:

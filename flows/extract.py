@@ -50,7 +50,7 @@ def _work_off(run: Run, extraction: Extraction, plan_id: str) -> None:
         "root": extraction.root,
         "plan_id": plan_id,
         "target": extraction.target,
-        "revision": extraction.revision,
+        "revision": run.preview.info.revision or "",  # a branch may move on while lanes start
     }
     watch, board = run.watch(), ProgressBoard()
     with Lanes(extraction.num_lanes, lane_parameters) as lanes:

@@ -120,7 +120,7 @@ class Preview:
             plan,
             spec=self.spec,
             hidden_size=self.info.hidden_size,
-            num_parameters=self.info.num_parameters,
+            num_parameters=self.info.executed_parameters(self.spec),
         )
 
     def table(self, plan: Plan) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 from safetensors.torch import load, save
 
 from layertap.catalog import Catalog, Claim, Outcome, PlanRecord, Watcher
-from layertap.errors import AlreadyExistsError, ClaimLostError, LayertapError, StoppedError
+from layertap.errors import AlreadyExistsError, ClaimLostError, DeviceError, LayertapError, StoppedError
 from layertap.extract import Extractor
 from layertap.host import device_name, find_device, host_name, own_device
 from layertap.progress import Clock
@@ -303,7 +303,7 @@ def work_through(lane: Lane, submit: Callable[[Claim], ShardFuture]) -> LaneRepo
 
     Raises:
         StoppedError: the run was told to stop.
-        SelfCheckError: the target went wrong; this lane's open shards are left to other lanes.
+        DeviceError, SelfCheckError: this lane can't go on; its open shards are given back to other lanes.
     """
     report = LaneReport(name=lane.name, device=device_name(lane.device))
     done: SimpleQueue[tuple[Claim, ShardFuture]] = SimpleQueue()
@@ -332,7 +332,7 @@ def _settle(lane: Lane, report: LaneReport, claim: Claim, future: ShardFuture) -
         future.result()
         report.committed.append(lane.catalog.outcome(lane.plan.plan_id, claim.shard))
         lane.let_go(claim)
-    except StoppedError:
+    except (StoppedError, DeviceError):
         raise
     except ClaimLostError:
         lane.let_go(claim)

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from models import DEVICE, VOCAB_SIZE, constants, tiny_hybrid, tiny_llama
 from safetensors import safe_open
 from safetensors.torch import load
 
@@ -21,6 +20,7 @@ from layertap.records import ShardRows
 from layertap.spec import ExtractionSpec
 from layertap.store import Store, checksum
 from layertap.target import Target
+from tests.models import DEVICE, VOCAB_SIZE, constants, tiny_hybrid, tiny_llama
 
 BATCHES = [[30, 29, 17, 17, 2], [5, 5, 4], [64], [9, 1]]
 BUILDERS = {"llama": tiny_llama, "hybrid": tiny_hybrid}

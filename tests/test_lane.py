@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 from layertap import lane as lane_module
 from layertap.coordinator import Run
-from layertap.errors import SelfCheckError, StoppedError, StoreError, TargetError
+from layertap.errors import DeviceError, SelfCheckError, StoppedError, StoreError, TargetError
 from layertap.lane import CANARY, Lane, extract_in_threads, work_through
 from layertap.shard_state import ShardState
 from layertap.store import Store
@@ -159,6 +159,22 @@ def test_two_failures_in_a_row_send_the_lane_to_its_self_check(
         lane.self_check = doubtful  # type: ignore[method-assign]
         with pytest.raises(SelfCheckError, match="layer_0: not finite"):
             extract_in_threads(lane)
+
+
+def test_a_lane_without_its_device_ends_and_no_shard_is_blamed(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    with (
+        opened(folder_store, plan_id, target, "lane-0") as lane,
+        pytest.raises(DeviceError, match="no memory"),
+    ):
+
+        def leaking(claim: Any) -> Any:
+            raise DeviceError("cuda has no memory for a row that it had memory for before")
+
+        lane.extract = leaking  # type: ignore[method-assign]
+        extract_in_threads(lane)
+    assert {(row["state"], row["failures"]) for row in run.watch().poll().shards} == {(ShardState.WAITING, 0)}
 
 
 def test_a_task_repeated_after_its_commit_computes_nothing(

@@ -10,13 +10,13 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from models import DEVICE, VOCAB_SIZE, constants, saved, tiny_hybrid, tiny_llama
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 from layertap.errors import SelfCheckError, SpecError, TargetError
 from layertap.spec import ExtractionSpec
 from layertap.target import Target, compare_canary, drafter_layer_ids, inspect_target
+from tests.models import DEVICE, VOCAB_SIZE, constants, saved, tiny_hybrid, tiny_llama
 
 BUILDERS = {"llama": tiny_llama, "hybrid": tiny_hybrid}
 IDENTITY = "folder:0"
