@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from layertap.compiled import compile_layers
 from layertap.errors import SelfCheckError, TargetError
 from layertap.kernels import keep_gpu_kernels_out, kernels_in_use, refuse_gpu_kernels
 from layertap.spec import DTypeName, ExtractionSpec
@@ -143,6 +144,10 @@ class Target:
             return states
         finally:
             self._taken.clear()
+
+    def compile(self) -> None:
+        """Compile the decoder layers; the next forward passes take a while, and all after them less."""
+        compile_layers(getattr(self._backbone.module, self._backbone.layers_name))
 
     @property
     def state_names(self) -> list[str]:
