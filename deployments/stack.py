@@ -22,6 +22,7 @@ from deployments.bootstrap import (
 )
 from deployments.daemons import Daemon, DaemonError, answers, check_port_free
 from deployments.workers import lane_workers
+from layertap.errors import InputError
 from layertap.object_server import ObjectServer, ServerPorts
 
 BLOCK = "layertap"
@@ -104,7 +105,8 @@ def up(stack: Stack, *, num_lanes: int | None = None) -> None:
         DaemonError: a process of the stack didn't start.
     """
     lane_workers(num_lanes)
-    stack.state.mkdir(parents=True, exist_ok=True)
+    runs_already = _runs_already(stack)
+    stack.state.mkdir(parents=True, exist_ok=True, mode=0o700)  # the database holds the blocks' secrets
     (stack.state / "stack.json").write_text(json.dumps({"port": stack.port, "s3_port": stack.s3_port}))
     try:
         objects = _start_objects(stack)
@@ -115,8 +117,25 @@ def up(stack: Stack, *, num_lanes: int | None = None) -> None:
         _deploy(stack.environment())
         _start_workers(stack, num_lanes)
     except BaseException:
-        down(stack)
+        if not runs_already:
+            down(stack)
         raise
+
+
+def _runs_already(stack: Stack) -> bool:
+    """Whether the stack's server is up.
+
+    Raises:
+        InputError: it is, on other ports than these.
+    """
+    if stack.daemon("server").process() is None:
+        return False
+    if (running := Stack.load(stack.state)) and running != stack:
+        raise InputError(
+            f"the stack in {stack.state} runs already, on ports {running.port} and {running.s3_port}: "
+            f"give these (--port, --s3-port), or end it first with `layertap down --state {stack.state}`"
+        )
+    return True
 
 
 def _start_objects(stack: Stack) -> ObjectServer:

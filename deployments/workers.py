@@ -1,7 +1,7 @@
 """Workers of one host: one a GPU, pinned to it by UUID, and stopped so that no flow run stays Running.
 
 A Prefect worker that is told to end takes its engines down without a word to the server. So the engines are
-told first: each ends its flow run as Crashed, the worker reports those that could not, and only then ends.
+told first, and each ends its flow run as Crashed; what they leave undone is reported for them.
 """
 
 import contextlib
@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from uuid import UUID
 
 import psutil
 
@@ -23,8 +24,8 @@ from layertap.errors import DeviceError
 GRACE_S = 30.0
 """Seconds an engine has to end its flow run before it is killed."""
 
-REPORT_S = 5.0
-"""Seconds a worker has to report engines that died without a word."""
+SUBMIT_S = 2.0
+"""Seconds between a worker's taking a flow run and its engine's start, with room."""
 
 RESTART_S = 5.0
 """Seconds between the death of a worker and its replacement."""
@@ -151,55 +152,68 @@ def supervise(specs: Iterable[WorkerSpec]) -> None:
 
 
 def stop(workers: Sequence[Worker]) -> None:
-    """End the engines, let the workers report them, and end the workers once no engine is left."""
+    """End the engines, see to it that the server knows, and then end the workers.
+
+    A suspended worker doesn't see its engine end, so it takes no other flow run meanwhile.
+    """
     workers = [worker for worker in workers if worker.process.poll() is None]
-    while engines := _suspend(workers):
-        _end(engines)
-        _resume(workers)
-        _wait_until_reaped(engines)
+    _end(_suspend(workers))
     for worker in workers:
         worker.process.terminate()
-    _resume(workers)
+        worker.process.resume()
     _, alive = psutil.wait_procs([worker.process for worker in workers], timeout=GRACE_S)
     for process in alive:
         process.kill()
 
 
-def _suspend(workers: Iterable[Worker]) -> list[psutil.Process]:
-    """Keep the workers from taking another flow run, and list the engines there are."""
+def _suspend(workers: Sequence[Worker]) -> list[psutil.Process]:
+    """Suspend the workers and list their engines; one that may be about to start its engine gets a moment."""
     for worker in workers:
         worker.process.suspend()
+    if idle := [worker for worker in workers if not worker.engines()]:
+        for worker in idle:
+            worker.process.resume()
+        time.sleep(SUBMIT_S)
+        for worker in idle:
+            worker.process.suspend()
     return [engine for worker in workers for engine in worker.engines()]
 
 
-def _resume(workers: Iterable[Worker]) -> None:
-    for worker in workers:
-        worker.process.resume()
+def _flow_run(engine: psutil.Process) -> UUID | None:
+    """The flow run that a process executes."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if text := engine.environ().get("PREFECT__FLOW_RUN_ID"):
+            return UUID(text)
+    return None
+
+
+def _report_ended(flow_runs: Iterable[UUID]) -> None:
+    """Tell the server of the runs whose engines had no time to."""
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.states import Cancelled, Crashed
+
+    for flow_run in flow_runs:
+        with contextlib.suppress(httpx.TransportError), get_client(sync_client=True) as client:
+            state = client.read_flow_run(flow_run).state
+            if state is not None and not state.is_final():
+                ended = Cancelled if state.is_cancelling() else Crashed
+                client.set_flow_run_state(flow_run, ended(message="its worker was stopped"), force=True)
 
 
 def _end(engines: Sequence[psutil.Process]) -> None:
-    """End engines, then whatever is left of their process groups."""
+    """End engines and whatever is left of their process groups; report what they could not."""
+    flow_runs = [run for engine in engines if (run := _flow_run(engine))]
     for engine in engines:
         with contextlib.suppress(psutil.NoSuchProcess):
             engine.terminate()
-    _wait_while(engines, _alive, GRACE_S)
+    deadline = time.monotonic() + GRACE_S
+    while any(map(_alive, engines)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     for engine in engines:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(engine.pid, signal.SIGKILL)
-
-
-def _wait_until_reaped(engines: Sequence[psutil.Process]) -> None:
-    """Wait until the workers have seen their engines' ends, and a moment for what they tell the server."""
-    _wait_while(engines, psutil.Process.is_running, REPORT_S)
-    time.sleep(1.0)
-
-
-def _wait_while(
-    processes: Sequence[psutil.Process], condition: Callable[[psutil.Process], bool], timeout_s: float
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(map(condition, processes)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    _report_ended(flow_runs)
 
 
 def _alive(process: psutil.Process) -> bool:

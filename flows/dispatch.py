@@ -11,7 +11,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
-from prefect.states import Cancelling
+from prefect.states import Cancelled, Cancelling
 
 from layertap.coordinator import RunProgress
 from layertap.errors import LayertapError
@@ -21,7 +21,13 @@ from tasks.artifacts import server_may_be_away
 DEPLOYMENT = "extraction_lane/layertap"
 
 SPARE_DEATHS = 3
-"""Lanes that may die, beyond one for each asked for, before no more are sent; none if no lane ever worked."""
+"""Lanes that may die between two commits, beyond one for each asked for; none if no lane ever worked."""
+
+START_S = 300.0
+"""Seconds from a worker's taking a lane to the lane's start, after which the worker must have died."""
+
+IDLE_S = 1800.0
+"""Seconds a lane may hold no shard while some wait; loading is shorter, so its host must have died."""
 
 LAST_LANE_S = 60.0
 """Seconds that lanes have to end by themselves when no work is left."""
@@ -44,7 +50,11 @@ class Lanes:
         self._states: dict[UUID, State[Any]] = {}
         self._names: dict[UUID, str] = {}
         self._seen_working: set[str] = set()
+        self._idle_since: dict[UUID, float] = {}
         self._lost: set[UUID] = set()
+        self._num_committed = self._num_forgiven = 0
+        # Unique over coordinators and their retries: the store counts the lanes on which a shard failed.
+        self._prefix = f"lane-{str(runtime.flow_run.id)[:8]}-{runtime.flow_run.run_count}"
         self._log = get_run_logger()
 
     def tend(self, progress: RunProgress) -> None:
@@ -56,6 +66,7 @@ class Lanes:
         with server_may_be_away():
             self._look()
             self._end_lost(progress)
+            self._forgive(progress)
             for _ in range(self._num_missing(progress)):
                 self._dispatch()
 
@@ -74,25 +85,46 @@ class Lanes:
             self._log.warning("%s waits for a free worker; `layertap workers` starts some on a host", name)
 
     def _end_lost(self, progress: RunProgress) -> None:
-        """Give up lanes that held shards, let their claims go stale and hold none now."""
+        """Give up lanes that nobody reports dead: their claims went stale, or they never claim anything."""
         self._seen_working |= progress.lanes.keys()
-        if not progress.shards_by_state.get(ShardState.STALE):
-            return
         for k in self._live():
-            name = self._names[k]
-            if name in self._seen_working and name not in progress.lanes:
-                self._log.warning("%s is lost: its claims are stale", name)
-                self._lost.add(k)
-                self._cancel(k)
+            name, state = self._names[k], self._states[k]
+            if name in progress.silent_lanes:
+                self._give_up(k, "its claims are stale")
+            elif state.is_pending() and self._idle_s(k) > START_S:
+                self._give_up(k, f"a worker took it but didn't start it within {START_S:g} s")
+            elif state.is_scheduled() or name in progress.lanes or not progress.num_claimable:
+                self._idle_since.pop(k, None)
+            elif self._idle_s(k) > IDLE_S:
+                self._give_up(k, f"it has claimed no shard for {IDLE_S:g} s, though some wait")
+
+    def _idle_s(self, flow_run: UUID) -> float:
+        now = time.monotonic()
+        return now - self._idle_since.setdefault(flow_run, now)
+
+    def _forgive(self, progress: RunProgress) -> None:
+        """Forget deaths once a shard was committed after them: hosts come and go in a long run."""
+        num_committed = progress.shards_by_state.get(ShardState.COMMITTED, 0)
+        if num_committed > self._num_committed:
+            self._num_committed, self._num_forgiven = num_committed, self._num_dead()
+
+    def _num_dead(self) -> int:
+        states = self._states.values()
+        return len(self._lost) + sum(state.is_failed() or state.is_crashed() for state in states)
+
+    def _give_up(self, flow_run: UUID, reason: str) -> None:
+        self._log.warning("%s is lost: %s", self._names[flow_run], reason)
+        self._lost.add(flow_run)
+        self._cancel(flow_run)
 
     def _live(self) -> list[UUID]:
         return [k for k, state in self._states.items() if not state.is_final() and k not in self._lost]
 
     def _num_missing(self, progress: RunProgress) -> int:
-        live, states = self._live(), self._states.values()
+        live = self._live()
         num_waiting = sum(self._names[k] not in self._seen_working for k in live)
         num_wanted = self._num_lanes - self._num_cancelled()
-        num_dead = len(self._lost) + sum(state.is_failed() or state.is_crashed() for state in states)
+        num_dead = self._num_dead() - self._num_forgiven
         num_bearable = self._num_lanes + (SPARE_DEATHS if self._seen_working else 0)
         if num_wanted > 0 and num_dead < num_bearable:
             return max(0, min(num_wanted - len(live), progress.num_claimable - num_waiting))
@@ -110,14 +142,14 @@ class Lanes:
         return "; ".join(list(ended.values())[-3:])
 
     def _dispatch(self) -> None:
-        name = f"lane-{len(self._states)}"
+        name = f"{self._prefix}-{len(self._states)}"
         started = run_deployment(
             DEPLOYMENT,
             parameters={**self._parameters, "name": name},
             flow_run_name=name,
             timeout=0,
             # A retried coordinator must get new lanes: the old key would give it the old, finished runs.
-            idempotency_key=f"{runtime.flow_run.id}:{runtime.flow_run.run_count}:{name}",
+            idempotency_key=f"{runtime.flow_run.id}:{name}",
         )
         run = cast(FlowRun, started)
         assert run.state is not None
@@ -125,8 +157,12 @@ class Lanes:
         self._states[run.id] = run.state
 
     def _cancel(self, flow_run: UUID) -> None:
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(flow_run, Cancelling())
+        """End a lane. Cancelling would hang on one whose engine hasn't begun: nobody would carry it out."""
+        with server_may_be_away(), get_client(sync_client=True) as client:
+            if self._states[flow_run].is_running():
+                client.set_flow_run_state(flow_run, Cancelling())
+            else:
+                client.set_flow_run_state(flow_run, Cancelled(message="not needed any more"), force=True)
 
     def __enter__(self) -> Self:
         return self

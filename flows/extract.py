@@ -9,7 +9,7 @@ from prefect.states import Completed
 
 from flows.dispatch import Lanes
 from flows.parameters import Extraction
-from layertap.coordinator import Report, Run
+from layertap.coordinator import Report, Run, Watch
 from tasks.artifacts import ProgressBoard, show_outcome, show_plan
 from tasks.storage import open_store
 
@@ -25,11 +25,12 @@ def extract_hidden_states(extraction: Extraction) -> State[Any]:
     """
     run = Run.prepare(open_store(extraction.storage, extraction.root), extraction.settings())
     show_plan(run.table)
-    if run.plan is not None:
-        _work_off(run, extraction, run.plan.plan_id)
+    watch = run.watch() if run.plan else None
+    if watch is not None:
+        _work_off(run, extraction, watch)
     else:
         get_run_logger().info("every row is stored already: nothing to compute")
-    report = run.publish()
+    report = run.publish(watch)
     show_outcome(report)
     report.check(extraction.max_refused_share)
     return Completed(message=_summary(report))
@@ -43,16 +44,17 @@ def _summary(report: Report) -> str:
     )
 
 
-def _work_off(run: Run, extraction: Extraction, plan_id: str) -> None:
+def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
     """Keep lanes at work until every shard has an outcome or has failed for good."""
     lane_parameters = {
         "storage": extraction.storage,
         "root": extraction.root,
-        "plan_id": plan_id,
+        "plan_id": watch.plan.plan_id,
+        "run": run.run_id,
         "target": extraction.target,
         "revision": run.preview.info.revision or "",  # a branch may move on while lanes start
     }
-    watch, board = run.watch(), ProgressBoard()
+    board = ProgressBoard()
     with Lanes(extraction.num_lanes, lane_parameters) as lanes:
         try:
             while not (progress := watch.poll()).finished:

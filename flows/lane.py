@@ -21,7 +21,7 @@ from tasks.storage import open_store
     task_runner=ThreadPoolTaskRunner(max_workers=IN_FLIGHT),  # type: ignore[arg-type]
 )
 def extraction_lane(
-    storage: str, root: str, plan_id: str, target: str, name: str, revision: str = ""
+    storage: str, root: str, plan_id: str, run: str, target: str, name: str, revision: str = ""
 ) -> State[Any]:
     """Load the target once and extract shard after shard until none is left.
 
@@ -29,11 +29,13 @@ def extraction_lane(
         storage: Storage block that holds the root.
         root: Folder of the root under the block.
         plan_id: Plan to work through.
+        run: Run that the lane works for; it ends when that one is told to stop.
         target: Hub id of the target, or its folder on this host.
         name: What the lane is called in claims and outcomes.
         revision: Hub revision of the target.
     """
-    lane = Lane.open(open_store(storage, root), plan_id, target=target, revision=revision or None, name=name)
+    store = open_store(storage, root)
+    lane = Lane.open(store, plan_id, run=run, target=target, revision=revision or None, name=name)
     if lane is None:
         return Completed(message="no shard was left to extract")
     try:

@@ -111,4 +111,5 @@ class Preparation(BaseModel):
     template_arguments: dict[str, Any] = Field(
         default={}, description='Arguments of the template, such as {"enable_thinking": false}.'
     )
+    max_length: int = Field(default=0, ge=0, description="Tokens kept of a chat; 0 keeps all.")
     responses: str = Field(default="unknown", description="Who wrote the responses.")

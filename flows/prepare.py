@@ -20,6 +20,7 @@ def prepare_dataset(preparation: Preparation) -> State[Any]:
         revision=preparation.revision or None,
         template=preparation.template or None,
         template_arguments=preparation.template_arguments,
+        max_length=preparation.max_length or None,
         responses=preparation.responses,
     )
     return Completed(

@@ -60,6 +60,8 @@ __all__ = [
 ROOT = "layertap.json"
 BEATS_TO_STALE = 3
 
+STATE_OBJECT = re.compile(r"(\d{5,})\.((?:claim|release|retry|void)-\d+|fail-\d+\.[\w-]+|outcome)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
@@ -70,8 +72,6 @@ class Snapshot:
 
     claim_tags: dict[int, tuple[int, str | None]]
     """Shard -> number and e-tag of its latest claim."""
-
-    stopping: bool
 
 
 class Catalog:
@@ -188,17 +188,17 @@ class Catalog:
         """The state of all shards, from one list."""
         names: dict[int, list[str]] = defaultdict(list)
         claim_tags: dict[int, tuple[int, str | None]] = {}
-        stopping = False
-        for info in self.store.list(f"plans/{plan_id}/state"):
-            shard, _, name = info.path.rpartition("/")[2].partition(".")
-            if not name:
-                stopping |= shard == "stop"
+        folder = f"plans/{plan_id}/state"
+        for info in self.store.list(folder):
+            match = STATE_OBJECT.fullmatch(info.path.removeprefix(f"{folder}/"))
+            if not match:  # a stop, or a file of others, such as .DS_Store
                 continue
-            names[int(shard)].append(name)
+            shard, name = int(match[1]), match[2]
+            names[shard].append(name)
             if name.startswith("claim-"):
                 found = (int(name.removeprefix("claim-")), info.e_tag)
-                claim_tags[int(shard)] = max(found, claim_tags.get(int(shard), (0, None)), key=lambda c: c[0])
-        return Snapshot(names=dict(names), claim_tags=claim_tags, stopping=stopping)
+                claim_tags[shard] = max(found, claim_tags.get(shard, (0, None)), key=lambda c: c[0])
+        return Snapshot(names=dict(names), claim_tags=claim_tags)
 
     def without_outcome(self, plan_id: str) -> list[int]:
         """Shards of a plan whose rows no outcome settles."""
@@ -299,17 +299,13 @@ class Catalog:
         path = f"{_state(plan_id, shard)}.outcome"
         return Outcome.from_dict(from_json(path, self.store.get(path)))
 
-    def stop(self, plan_id: str) -> None:
-        """Tell all lanes of a plan to end at their next beat."""
-        self.store.put(f"plans/{plan_id}/state/stop", to_json({}))
+    def stop(self, plan_id: str, run: str) -> None:
+        """Tell the lanes of one run on a plan to end at their next beat; other runs on it go on."""
+        self.store.put(f"plans/{plan_id}/state/stop-{run}", to_json({}))
 
-    def resume(self, plan_id: str) -> None:
-        """Take `stop` back."""
-        self.store.delete([f"plans/{plan_id}/state/stop"])
-
-    def stopping(self, plan_id: str) -> bool:
-        """Whether the plan's lanes were told to end."""
-        return self.store.exists(f"plans/{plan_id}/state/stop")
+    def stopping(self, plan_id: str, run: str) -> bool:
+        """Whether the run's lanes were told to end."""
+        return self.store.exists(f"plans/{plan_id}/state/stop-{run}")
 
     def settled(self) -> Settled:
         """Every row that needs no computing any more, over the outcomes of all plans."""

@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, K query and key heads, V value heads, D size of a head
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ MAX_VARIANTS = 4096
 
 L2NORM_EPS = 1e-6
 
-_delta_rule: Callable[..., tuple[Tensor, Tensor | None]]
+delta_rules: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {}
+"""What transformers chose before it was made opaque, by the name of the modeling module."""
 
 
 def compile_layers(layers: nn.ModuleList) -> None:
@@ -44,29 +46,35 @@ def compile_layers(layers: nn.ModuleList) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
+def is_opened_up(modeling: Any) -> bool:
+    """Whether the module runs its delta rule as one operator and its convolution as multiply-adds."""
+    return getattr(modeling, CONVOLUTION, None) is shifted_convolution
+
+
 def _open_up(modeling: Any) -> None:
     """Make the delta rule opaque and the convolution fusible in the module that holds the layers' code."""
-    global _delta_rule
-    found = getattr(modeling, DELTA_RULE, None)
-    if found is None or found is opaque_delta_rule:
+    if not hasattr(modeling, DELTA_RULE) or is_opened_up(modeling):
         return
-    _delta_rule = found
-    setattr(modeling, DELTA_RULE, opaque_delta_rule)
+    delta_rules[modeling.__name__] = getattr(modeling, DELTA_RULE)
+    setattr(modeling, DELTA_RULE, partial(opaque_delta_rule, modeling.__name__))
     setattr(modeling, CONVOLUTION, shifted_convolution)
 
 
 @torch.library.custom_op("layertap::gated_delta_rule", mutates_args=())
-def _gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    out, _ = _delta_rule(query, key, value, g=g, beta=beta)
+def _gated_delta_rule(
+    modeling: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor
+) -> Tensor:
+    out, _ = delta_rules[modeling](query, key, value, g=g, beta=beta)
     return out.contiguous()
 
 
 @_gated_delta_rule.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+def _(modeling: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     return value.new_empty(value.shape)
 
 
 def opaque_delta_rule(
+    modeling: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -84,6 +92,7 @@ def opaque_delta_rule(
     Normalising and copying to contiguous memory stay outside, where they are fused with what is before.
 
     Args:
+        modeling: name of the modeling module whose delta rule this is, in `delta_rules`.
         query: [B, T, K, D].
         key: [B, T, K, D].
         value: [B, T, V, D].
@@ -102,7 +111,7 @@ def opaque_delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = _l2norm(query), _l2norm(key)
     inputs = [x.contiguous() for x in (query, key, value, g, beta)]
-    out: Tensor = _gated_delta_rule(*inputs)
+    out: Tensor = _gated_delta_rule(modeling, *inputs)
     return out, None
 
 

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from layertap.catalog import Catalog, PlanRecord, Root, Watcher
 from layertap.dataset import Columns, Scan, TokenDataset
-from layertap.errors import DatasetError, TooManyRefusedError
+from layertap.errors import DatasetError, FormatError, TooManyRefusedError
 from layertap.lane import BEAT_S
 from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
 from layertap.progress import Rate, format_duration
@@ -102,6 +103,7 @@ class Preview:
             vocab_size=info.vocab_size, max_length=spec.max_length, too_long=settings.too_long
         )
         check_refused(scan.refused, dataset.num_rows, settings.max_refused_share)
+        info.check_length(int(scan.num_tokens.max()))
         return cls(settings=settings, dataset=dataset, info=info, spec=spec, scan=scan)
 
     def plan(self, rows: NDArray[np.int64] | None = None) -> Plan:
@@ -127,10 +129,12 @@ class Preview:
         """The plan in rows of a name and a value, for a person."""
         cost, scan = self.estimate(plan), self.scan
         num_valid = int(np.count_nonzero(scan.num_tokens))
+        num_unsupervised = num_valid - int(np.count_nonzero(scan.num_supervised))
         rows = [
             ("rows in the dataset", f"{self.dataset.num_rows:,}"),
             ("rows refused", f"{len(scan.refused):,}"),
             ("rows truncated", f"{scan.num_truncated:,} to {self.spec.max_length:,} tokens"),
+            ("rows without a supervised token", f"{num_unsupervised:,}"),
             ("rows stored already, or equal to another", f"{num_valid - cost.num_rows:,}"),
             ("rows to extract", f"{cost.num_rows:,}"),
             ("tokens to extract", f"{cost.num_tokens:,}"),
@@ -142,10 +146,18 @@ class Preview:
             ("layers (0-based outputs)", ", ".join(map(str, self.spec.layer_ids))),
             ("last hidden state", self.spec.last_hidden_state),
             ("target", self.spec.target_identity),
+            ("provenance of the dataset", self._provenance()),
         ]
         if not self.spec.stores_last:
             rows.append(("can't be trained on by", ", ".join(TRAINERS_THAT_NEED_LAST)))
         return rows
+
+    def _provenance(self) -> str:
+        """Who wrote the responses moves a drafter's acceptance more than any numerics: say if unknown."""
+        provenance = self.dataset.provenance
+        if not provenance["recorded"]:
+            return "UNKNOWN: the dataset has no provenance.json"
+        return f"recorded; responses by: {provenance.get('responses', 'unknown')}"
 
 
 def check_refused(refused: Mapping[int, str], num_rows: int, max_share: float) -> None:
@@ -188,6 +200,9 @@ class RunProgress:
     lanes: dict[str, int]
     """Shards each live lane holds."""
 
+    silent_lanes: frozenset[str]
+    """Lanes that hold stale claims and no other."""
+
     shards: list[dict[str, Any]]
     """A row a shard, those that need a look first; at most 100."""
 
@@ -218,6 +233,7 @@ class Watch:
         self.plan = plan
         self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
         self._rate = Rate()
+        self._statuses: dict[int, ShardStatus] = {}
 
     def poll(self) -> RunProgress:
         """Look once."""
@@ -225,9 +241,11 @@ class Watch:
         held = {
             k: self.catalog.read_claim(self.plan.plan_id, k, status.claim)
             for k, status in statuses.items()
-            if status.state == ShardState.CLAIMED
+            if status.state in (ShardState.CLAIMED, ShardState.STALE)
         }
+        lanes = Counter(c["lane"] for k, c in held.items() if statuses[k].state == ShardState.CLAIMED)
         rows = [self._row(k, statuses[k], held.get(k, {})) for k in range(len(self.plan.shards))]
+        self._statuses = statuses
         tokens_done = sum(row["tokens done"] for row in rows)
         rows_done = sum(row["rows done"] for row in rows)
         self._rate.update(tokens_done, rows_done)
@@ -242,15 +260,21 @@ class Watch:
             eta_s=self._rate.eta_s(self.plan.num_tokens - tokens_done),
             shards_by_state=dict(states),
             num_claimable=states[ShardState.WAITING] + states[ShardState.STALE],
-            lanes=dict(Counter(claim["lane"] for claim in held.values())),
+            lanes=dict(lanes),
+            silent_lanes=frozenset(claim["lane"] for claim in held.values()) - lanes.keys(),
             shards=sorted(rows, key=lambda row: (ATTENTION.index(row["state"]), row["shard"]))[
                 :MAX_TABLE_ROWS
             ],
         )
 
+    def failures(self) -> dict[int, str]:
+        """Shards that had failed for good at the last look, with their last error."""
+        failed = [k for k, status in self._statuses.items() if status.state == ShardState.FAILED]
+        return {k: self.catalog.last_failure(self.plan.plan_id, k)["error"] for k in failed}
+
     def _row(self, shard: int, status: ShardStatus, claim: dict[str, Any]) -> dict[str, Any]:
         record = self.plan.shards[shard]
-        whole = status.state in SETTLED_STATES
+        whole = status.state == ShardState.COMMITTED
         return {
             "shard": shard,
             "state": str(status.state),
@@ -288,7 +312,7 @@ class Report:
     """Shard that failed for good -> its last error."""
 
     def check(self, max_refused_share: float) -> None:
-        """Fail when shards failed, or when more rows are missing than the policy allows.
+        """Fail when rows were not extracted, or when more are refused than the policy allows.
 
         Raises:
             TooManyRefusedError: with the reasons and the way out.
@@ -298,6 +322,12 @@ class Report:
             raise TooManyRefusedError(
                 f"{len(self.failures):,} shards failed, shard {first[0]} with: {first[1]}. "
                 "Start the same run again to retry them: only what is missing is computed"
+            )
+        if not self.version.complete:
+            raise TooManyRefusedError(
+                f"version {self.version.number} is incomplete: {len(self.missing):,} of {self.num_rows:,} "
+                "rows are missing, not all of them refused. Start the same run again: only what is missing "
+                "is computed"
             )
         check_refused(self.missing, self.num_rows, max_refused_share)
 
@@ -325,6 +355,9 @@ class Report:
 class Run:
     """One run on one root, from its plan to its version."""
 
+    run_id: str
+    """Random; the run's lanes are told to stop under it."""
+
     catalog: Catalog
     preview: Preview
     plan: PlanRecord | None
@@ -344,16 +377,23 @@ class Run:
             SpecMismatchError: the root belongs to another extraction.
         """
         store.check()
+        parent = Versions(
+            store
+        ).newest_number()  # before the dataset is read: what is newer may hold a newer one
         preview = Preview.make(settings)
         catalog = Catalog(store)
         catalog.create_root(
             Root(format_version=FORMAT_VERSION, spec=preview.spec, target=preview.info.to_dict())
         )
-        parent = Versions(store).newest_number()
         rows = preview.scan.unique(settled=catalog.settled().keys)
         plan = preview.plan(rows)
         record = _plan_record(catalog, preview, plan, rows) if len(rows) else None
-        return cls(catalog=catalog, preview=preview, plan=record, table=preview.table(plan), parent=parent)
+        table = preview.table(plan)
+        if record is not None:
+            how = "goes on with" if record.plan_id != plan.plan_id else "is"
+            table.append(("plan", f"{how} {record.plan_id}: {len(record.shards):,} shards"))
+        run_id = secrets.token_hex(8)
+        return cls(run_id=run_id, catalog=catalog, preview=preview, plan=record, table=table, parent=parent)
 
     def watch(self) -> Watch:
         """Watch the run's plan."""
@@ -363,10 +403,13 @@ class Run:
     def stop(self) -> None:
         """Tell every lane to end at its next beat."""
         if self.plan is not None:
-            self.catalog.stop(self.plan.plan_id)
+            self.catalog.stop(self.plan.plan_id, self.run_id)
 
-    def publish(self) -> Report:
+    def publish(self, watch: Watch | None = None) -> Report:
         """Publish the version of the dataset that the store now holds; the same store gives the same version.
+
+        Args:
+            watch: what watched the run's plan to its end; it knows the shards that failed.
 
         Raises:
             DatasetError: the dataset's files were overwritten during the run.
@@ -379,7 +422,7 @@ class Run:
             version=version,
             num_rows=preview.dataset.num_rows,
             missing=versions.missing(version),
-            failures=self._failures(),
+            failures=watch.failures() if watch else {},
         )
 
     def _check_dataset_unchanged(self) -> None:
@@ -393,13 +436,6 @@ class Run:
                 "rows are gone. What was computed is stored; start the run again on the new dataset"
             )
 
-    def _failures(self) -> dict[int, str]:
-        if self.plan is None:
-            return {}
-        plan_id = self.plan.plan_id
-        failed = [k for k, s in _statuses(self.catalog, plan_id).items() if s.state == ShardState.FAILED]
-        return {k: self.catalog.last_failure(plan_id, k)["error"] for k in failed}
-
 
 def _plan_record(catalog: Catalog, preview: Preview, plan: Plan, rows: NDArray[np.int64]) -> PlanRecord:
     """The unfinished plan that computes exactly these rows, ready to be worked on again, or a new one."""
@@ -408,9 +444,8 @@ def _plan_record(catalog: Catalog, preview: Preview, plan: Plan, rows: NDArray[n
         lambda k: preview.dataset.input_ids(int(rows[plan.rows[k]]))[: preview.spec.max_length],
         max_batch_bytes=preview.estimate(plan).max_batch_bytes,
     )
-    catalog.resume(record.plan_id)
-    for shard, status in _statuses(catalog, record.plan_id).items():
-        if status.state == ShardState.FAILED:
+    for shard, status in Watcher(catalog, record.plan_id).poll().items():
+        if status.claim and status.state not in HAS_OUTCOME:
             catalog.retry(record.plan_id, shard, status.claim)
     return record
 
@@ -421,14 +456,14 @@ def _adoptable(catalog: Catalog, plan: Plan) -> PlanRecord | None:
     Cutting the rest of an interrupted run anew would compute again what its surviving lanes have in hand.
     """
     for plan_id in catalog.plans():
-        record = catalog.plan(plan_id)
+        try:
+            record = catalog.plan(plan_id)
+        except FormatError:  # of another layertap; its lanes will finish it, or nobody
+            continue
+        if record.settings != plan.settings:
+            continue
         left = [record.shards[k] for k in catalog.without_outcome(plan_id)]
         xor = reduce(operator.xor, (int(shard.keys_xor, 16) for shard in left), 0)
         if (sum(shard.num_rows for shard in left), xor) == (len(plan.keys), int(keys_xor(plan.keys), 16)):
             return record
     return None
-
-
-def _statuses(catalog: Catalog, plan_id: str) -> dict[int, ShardStatus]:
-    """Where every shard stands, no claim being stale yet."""
-    return Watcher(catalog, plan_id).poll()

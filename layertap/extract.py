@@ -26,7 +26,7 @@ from layertap.errors import DeviceError
 from layertap.progress import Clock, SpentOn
 from layertap.records import KEY_BYTES, ShardRows
 from layertap.staging import BatchLayout, Slot, SlotPool, pack, slot_nbytes
-from layertap.store import Store, checksum
+from layertap.store import Store, checksum, crc64nvme
 from layertap.target import Target
 
 UNFINITE = "hidden states aren't finite (NaN or infinity)"
@@ -49,6 +49,7 @@ INDEX_FIELDS: "list[pa.Field[Any]]" = [
     pa.field("file", pa.string()),
     pa.field("offset", pa.int64()),
     pa.field("nbytes", pa.int64()),
+    pa.field("crc64nvme", pa.uint64()),
 ]
 INDEX_SCHEMA = pa.schema(INDEX_FIELDS)
 """One row for each stored row: where it lies in the batch files beside the index."""
@@ -98,6 +99,7 @@ class _Stored:
     name: str
     layout: BatchLayout
     checksum: str | None
+    row_crcs: list[int]
     refused: list[dict[str, str]]
 
 
@@ -362,15 +364,17 @@ class _Shard:
             refused = {**dict.fromkeys(slot.unfinite_rows(batch.layout), UNFINITE), **refused}
             layout = slot.finish(batch.layout, refused)
             name, digest = f"batch-{batch.number:05d}.safetensors", None
+            file, spans = slot.file(layout), zip(layout.offsets, layout.nbytes, strict=True)
+            row_crcs = [crc64nvme(file[offset : offset + nbytes]) for offset, nbytes in spans]
             if layout.keys:
-                digest = checksum(slot.file(layout))
-                self._extractor.store.put(f"{self._prefix}/{name}", slot.file(layout), durable=True)
+                digest = checksum(file)
+                self._extractor.store.put(f"{self._prefix}/{name}", file, durable=True)
         finally:
             self._extractor._slots.release(slot)
         self._count(batch.layout)
         keys = batch.layout.keys
         reasons = [{"key": keys[row], "reason": reason} for row, reason in sorted(refused.items())]
-        return _Stored(name=name, layout=layout, checksum=digest, refused=reasons)
+        return _Stored(name=name, layout=layout, checksum=digest, row_crcs=row_crcs, refused=reasons)
 
     def _count(self, layout: BatchLayout) -> None:
         with self._lock:
@@ -385,6 +389,7 @@ class _Shard:
             [done.name for done in stored for _ in done.layout.keys],
             [offset for done in stored for offset in done.layout.offsets],
             [nbytes for done in stored for nbytes in done.layout.nbytes],
+            [crc for done in stored for crc in done.row_crcs],
         ]
         table = pa.Table.from_pydict(dict(zip(INDEX_SCHEMA.names, columns, strict=True)), INDEX_SCHEMA)
         buffer = io.BytesIO()

@@ -1,18 +1,25 @@
 """Which kernels transformers runs a model with: those of a package such as `fla`, or its own slow code.
 
 The choice falls once, when the model's module is imported: by what is installed, not by what device there is.
+Compiling the layers puts an operator around the one kernel and replaces the other, see `layertap.compiled`.
 """
 
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from layertap.compiled import CONVOLUTION, DELTA_RULE, delta_rules, is_opened_up, shifted_convolution
 from layertap.errors import TargetError
 
 OWN_CODE = "transformers (reference)"
+
+OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation."""
 
 
 def keep_gpu_kernels_out() -> None:
@@ -28,7 +35,11 @@ def kernels_in_use(layers: nn.ModuleList) -> dict[str, str]:
     """Functions of the layers' code for which there was a choice, and the module that was chosen."""
     chosen: dict[str, str] = {}
     for module in {sys.modules[type(layer).__module__] for layer in layers.modules()}:
-        for name, function in inspect.getmembers(module, inspect.isfunction):
+        functions: dict[str, Callable[..., Any]] = dict(inspect.getmembers(module, inspect.isfunction))
+        if is_opened_up(module):
+            functions[DELTA_RULE] = delta_rules[module.__name__]
+            chosen[CONVOLUTION] = shifted_convolution.__module__
+        for name, function in functions.items():
             implementation = inspect.getclosurevars(function).nonlocals.get("implementation")
             if implementation is not None:
                 is_own = implementation.__module__ == module.__name__
@@ -48,3 +59,11 @@ def refuse_gpu_kernels(layers: nn.ModuleList, device: torch.device) -> None:
                 f"{name} runs on a GPU only ({package}), and the target is on {device}: start with "
                 "CUDA_VISIBLE_DEVICES= set to nothing and import no model before layertap, to keep fla out"
             )
+
+
+def is_context_fatal(error: BaseException) -> bool:
+    """Whether the process has lost its GPU with this error: every later call to CUDA fails as well.
+
+    Running out of memory is no such error, whether PyTorch's allocator or the driver says it.
+    """
+    return isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != OUT_OF_MEMORY

@@ -18,9 +18,18 @@ from typing import Any, Protocol, Self
 from safetensors.torch import load, save
 
 from layertap.catalog import Catalog, Claim, Outcome, PlanRecord, Watcher
-from layertap.errors import AlreadyExistsError, ClaimLostError, DeviceError, LayertapError, StoppedError
-from layertap.extract import Extractor
+from layertap.errors import (
+    AlreadyExistsError,
+    ClaimLostError,
+    DeviceError,
+    LayertapError,
+    SelfCheckError,
+    StoppedError,
+    StoreRefusedError,
+)
+from layertap.extract import Extractor, ShardResult
 from layertap.host import device_name, find_device, host_name, own_device
+from layertap.kernels import is_context_fatal
 from layertap.progress import Clock
 from layertap.shard_state import ShardState
 from layertap.store import Store
@@ -33,6 +42,12 @@ IN_FLIGHT = 2
 """Shards a lane works on at once: one on the device, one draining or reading ahead."""
 
 FAILURES_BEFORE_SELF_CHECK = 2
+
+DRAIN_S = 12.0
+"""Seconds that each shard in flight has to end when its lane does; a scheduler kills after 30."""
+
+LANE_ENDING = (StoppedError, DeviceError, SelfCheckError, StoreRefusedError)
+"""Errors after which a lane can't go on, and which are no shard's fault."""
 
 CANARY = "target/canary.safetensors"
 
@@ -77,11 +92,13 @@ class Lane:
     failed, so other lanes can tell a slow lane from a dead one.
     """
 
-    def __init__(self, catalog: Catalog, plan: PlanRecord, *, name: str) -> None:
+    def __init__(self, catalog: Catalog, plan: PlanRecord, *, run: str, name: str) -> None:
         self.catalog = catalog
         self.plan = plan
+        self.run = run
         self.name = name
         self.clock = Clock()
+        self._opened_at = time.monotonic()
         self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
         self._held: dict[int, _Held] = {}
         self._failed_here: set[int] = set()
@@ -92,13 +109,14 @@ class Lane:
 
     @classmethod
     def open(
-        cls, store: Store, plan_id: str, *, target: str, revision: str | None = None, name: str
+        cls, store: Store, plan_id: str, *, run: str, target: str, revision: str | None = None, name: str
     ) -> Self | None:
         """Look for work, take the device, load the target and check it.
 
         Args:
             store: the root the plan lies in.
             plan_id: the plan to work through.
+            run: id of the run this lane works for; the lane ends when that run is told to stop.
             target: the target on this host: a hub id or a folder.
             revision: hub revision of the target.
             name: what this lane is called in claims and outcomes.
@@ -110,7 +128,7 @@ class Lane:
             TargetError, DeviceError, SelfCheckError: this host can't work on the plan.
         """
         catalog = Catalog(store)
-        lane = cls(catalog, catalog.plan(plan_id), name=name)
+        lane = cls(catalog, catalog.plan(plan_id), run=run, name=name)
         if not lane.wait_for_work():
             return None
         try:
@@ -150,7 +168,7 @@ class Lane:
         A claim of a dead lane shows only after three beats without a change, so this may take that long.
         """
         deadline = time.monotonic() + 4 * BEAT_S
-        while not self._stopped.is_set():
+        while not self._look_for_stop():
             states = self._poll()
             if any(state in (ShardState.WAITING, ShardState.STALE) for state in states.values()):
                 return True
@@ -189,6 +207,8 @@ class Lane:
             ClaimLostError: another lane committed the shard first.
             StoppedError: the run was told to stop.
             StoreError: the store failed for longer than its retries last.
+            DeviceError: the device can't go on.
+            SelfCheckError: rows came out unfit, and so does what the target computes of the canary.
         """
         held, attempt, started_at = self._held[claim.shard], uuid.uuid4().hex, now()
         if held.outcome is not None:
@@ -197,12 +217,10 @@ class Lane:
         def on_progress(num_rows: int, num_tokens: int) -> None:
             held.num_rows, held.num_tokens = num_rows, num_tokens
 
-        result = self.extractor.extract_shard(
-            self.catalog.shard_rows(self.plan.plan_id, claim.shard),
-            self.catalog.attempt_prefix(self.plan.plan_id, claim.shard, attempt),
-            on_progress=on_progress,
-            should_stop=self.check_stopped,
-        )
+        result = self._extract(claim, attempt, on_progress)
+        if result.refused:  # for good: let it not be the device that is unfit
+            with self.extractor.device_lock:
+                self.self_check()
         outcome = Outcome(
             kind="committed",
             shard=claim.shard,
@@ -219,10 +237,23 @@ class Lane:
         held.outcome = self.catalog.commit(claim, outcome)
         return held.outcome
 
-    def let_go(self, claim: Claim) -> None:
-        """Stop beating the claim: its shard has an outcome."""
-        del self._held[claim.shard]
+    def _extract(self, claim: Claim, attempt: str, on_progress: Callable[[int, int], None]) -> ShardResult:
+        try:
+            return self.extractor.extract_shard(
+                self.catalog.shard_rows(self.plan.plan_id, claim.shard),
+                self.catalog.attempt_prefix(self.plan.plan_id, claim.shard, attempt),
+                on_progress=on_progress,
+                should_stop=self.check_stopped,
+            )
+        except Exception as error:
+            if is_context_fatal(error):
+                raise DeviceError(f"{device_name(self.device)} is lost to this process: {error}") from error
+            raise
+
+    def let_go(self, claim: Claim) -> Outcome | None:
+        """Stop beating the claim, whose shard has an outcome; returns it if it is this lane's."""
         self._failures_in_a_row = 0
+        return self._held.pop(claim.shard).outcome
 
     def fail(self, claim: Claim, error: BaseException) -> None:
         """Record why the shard failed and let go of it; after two failures in a row, doubt the target.
@@ -257,23 +288,38 @@ class Lane:
             counter += 1
             try:
                 self._beat(counter)
-            except LayertapError as error:
-                log.warning("a beat failed, the next one follows in %g s: %s", BEAT_S, error)
+            except Exception:  # whatever it is, silence would look like death
+                log.warning("a beat failed, the next one follows in %g s", BEAT_S, exc_info=True)
+
+    def _look_for_stop(self) -> bool:
+        if self.catalog.stopping(self.plan.plan_id, self.run):
+            self._stopped.set()
+        return self._stopped.is_set()
 
     def _beat(self, counter: int) -> None:
-        if self.catalog.stopping(self.plan.plan_id):
-            self._stopped.set()
+        self._look_for_stop()
         for held in list(self._held.values()):
             progress = {"counter": counter, "num_tokens": held.num_tokens, "num_rows": held.num_rows}
             self.catalog.beat(held.claim, {**progress, "lane": self.name, "beat_at": now()})
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the lane's seconds have gone, all of them."""
+        spent = self.clock.seconds
+        return {**spent, "other": time.monotonic() - self._opened_at - sum(spent.values())}
+
+    def end(self) -> None:
+        """Have shards in flight stop at their next batch."""
+        self._ending.set()
+
     def close(self) -> None:
         """End the lane's threads, give back the shards in hand, and let go of the device."""
-        self._ending.set()
+        self.end()
         self._exits.close()
         for held in self._held.values():
             if held.outcome is None:
-                self.catalog.release(held.claim)
+                with contextlib.suppress(LayertapError):  # else the claim goes stale, which is only slower
+                    self.catalog.release(held.claim)
 
     def __enter__(self) -> Self:
         return self
@@ -303,23 +349,30 @@ def work_through(lane: Lane, submit: Callable[[Claim], ShardFuture]) -> LaneRepo
 
     Raises:
         StoppedError: the run was told to stop.
-        DeviceError, SelfCheckError: this lane can't go on; its open shards are given back to other lanes.
+        DeviceError, SelfCheckError, StoreRefusedError: this lane can't go on; its open shards are given back.
     """
     report = LaneReport(name=lane.name, device=device_name(lane.device))
     done: SimpleQueue[tuple[Claim, ShardFuture]] = SimpleQueue()
     num_in_flight = 0
-    while True:
-        lane.check_stopped()
-        while num_in_flight < IN_FLIGHT and (claim := lane.claim()):
-            submit(claim).add_done_callback(partial(_hand_in, done, claim))
-            num_in_flight += 1
-        if num_in_flight:
-            with contextlib.suppress(Empty):
-                _settle(lane, report, *done.get(timeout=BEAT_S))
-                num_in_flight -= 1
-        elif not lane.wait_for_work():
-            report.seconds = lane.clock.seconds
-            return report
+    try:
+        while True:
+            lane.check_stopped()
+            while num_in_flight < IN_FLIGHT and (claim := lane.claim()):
+                submit(claim).add_done_callback(partial(_hand_in, done, claim))
+                num_in_flight += 1
+            if num_in_flight:
+                with contextlib.suppress(Empty):
+                    finished = done.get(timeout=BEAT_S)
+                    num_in_flight -= 1
+                    _settle(lane, report, *finished)
+            elif not lane.wait_for_work():
+                report.seconds = lane.seconds
+                return report
+    finally:
+        lane.end()
+        with contextlib.suppress(Empty):
+            for _ in range(num_in_flight):
+                done.get(timeout=DRAIN_S)
 
 
 def _hand_in(done: "SimpleQueue[tuple[Claim, ShardFuture]]", claim: Claim, future: ShardFuture) -> None:
@@ -330,9 +383,9 @@ def _settle(lane: Lane, report: LaneReport, claim: Claim, future: ShardFuture) -
     """Book a finished shard: an outcome, or a failure for the store to keep."""
     try:
         future.result()
-        report.committed.append(lane.catalog.outcome(lane.plan.plan_id, claim.shard))
-        lane.let_go(claim)
-    except (StoppedError, DeviceError):
+        if outcome := lane.let_go(claim):
+            report.committed.append(outcome)
+    except LANE_ENDING:
         raise
     except ClaimLostError:
         lane.let_go(claim)

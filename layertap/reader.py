@@ -20,10 +20,20 @@ from torch.utils.data import Dataset
 from layertap.catalog import Catalog
 from layertap.errors import CatalogError, IntegrityError, NotFoundError
 from layertap.records import keys_of
-from layertap.store import Store
+from layertap.store import Store, crc64nvme
 from layertap.versions import Version, Versions
 
-COLUMNS = ["index", "extraction_key", "loss_mask", "num_tokens", "file", "offset", "nbytes", "reason"]
+COLUMNS = [
+    "index",
+    "extraction_key",
+    "loss_mask",
+    "num_tokens",
+    "file",
+    "offset",
+    "nbytes",
+    "crc64nvme",
+    "reason",
+]
 
 MAX_LIVE_MAPS = 256
 """A mapped row takes a file descriptor as long as the program holds it; beyond so many, rows are copied."""
@@ -67,6 +77,7 @@ class HiddenStates(Dataset[dict[str, Any]]):
         self._rows: NDArray[np.int64] = stored["index"].to_numpy()
         self._offset: NDArray[np.int64] = stored["offset"].to_numpy()
         self._nbytes: NDArray[np.int64] = stored["nbytes"].to_numpy()
+        self._crc64nvme: NDArray[np.uint64] = stored["crc64nvme"].to_numpy()
         self.num_tokens: NDArray[np.int32] = stored["num_tokens"].to_numpy()
         """[len(self)] tokens of each row, for samplers that go by length."""
 
@@ -91,7 +102,7 @@ class HiddenStates(Dataset[dict[str, Any]]):
             dataset.
 
         Raises:
-            IntegrityError: the bytes are damaged, twice; names the file.
+            IntegrityError: the bytes are damaged, twice; names file, offset and row.
         """
         if not -len(self) <= i < len(self):
             raise IndexError(f"row {i} of {len(self)} stored rows")
@@ -117,16 +128,26 @@ class HiddenStates(Dataset[dict[str, Any]]):
         return torch.from_numpy(mask.to_numpy().copy())
 
     def _read_checked(self, i: int) -> Tensor:
-        """The row's bytes, whose token ids must have the hash by which the row is known; read again once."""
+        """The row's bytes, read again once if they are damaged."""
+        path, row = self._files[self._file[i]], self._rows[i]
+        offset, nbytes = int(self._offset[i]), int(self._nbytes[i])
         for _ in range(2):
-            data = self._read(self._files[self._file[i]], int(self._offset[i]), int(self._nbytes[i]))
-            ids = data[-4 * int(self.num_tokens[i]) :].numpy()
-            if hashlib.blake2b(ids.data, digest_size=16).digest() == self._keys[i].tobytes():
+            data = self._read(path, offset, nbytes)
+            damage = self._damage(i, data.numpy())
+            if damage is None:
                 return data
         raise IntegrityError(
-            f"{self.store.uri}/{self._files[self._file[i]]} is damaged: the {self._nbytes[i]} bytes from "
-            f"{self._offset[i]} don't end with the token ids of row {self._rows[i]}"
+            f"{self.store.uri}/{path} is damaged: the {nbytes} bytes from {offset} {damage} row {row}"
         )
+
+    def _damage(self, i: int, data: NDArray[np.uint8]) -> str | None:
+        """Whether the bytes aren't those that were stored, or are another row's."""
+        ids = data[-4 * int(self.num_tokens[i]) :]
+        if hashlib.blake2b(ids.data, digest_size=16).digest() != self._keys[i].tobytes():
+            return "don't end with the token ids of"
+        if crc64nvme(data.data) != self._crc64nvme[i]:
+            return "don't have the CRC64NVME of"
+        return None
 
     def _read(self, path: str, offset: int, nbytes: int) -> Tensor:
         local = self.store.local_path(path)

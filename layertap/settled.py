@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from layertap.catalog import Catalog
 
 REQUESTS_AT_ONCE = 8
+
+_N = TypeVar("_N", np.int32, np.int64, np.uint64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,9 @@ class Settled:
 
     nbytes: NDArray[np.int64]
     """[m] bytes of the row."""
+
+    crc64nvme: NDArray[np.uint64]
+    """[m] CRC64NVME of those bytes."""
 
     files: tuple[str, ...]
     """Paths under the root."""
@@ -97,10 +102,11 @@ def _merge(parts: list[_Part]) -> Settled:
     _, first = np.unique(sortable(keys), return_index=True)
     return Settled(
         keys=keys[first],
-        num_tokens=_column(parts, "num_tokens", len(refused))[first].astype(np.int32),
+        num_tokens=_column(parts, "num_tokens", np.int32, len(refused))[first],
         file=np.concatenate([*codes, np.full(len(refused), -1, np.int32)])[first],
-        offset=_column(parts, "offset", len(refused))[first],
-        nbytes=_column(parts, "nbytes", len(refused))[first],
+        offset=_column(parts, "offset", np.int64, len(refused))[first],
+        nbytes=_column(parts, "nbytes", np.int64, len(refused))[first],
+        crc64nvme=_column(parts, "crc64nvme", np.uint64, len(refused))[first],
         files=files,
         reasons={
             int(i): refused[k - num_stored]["reason"] for i, k in enumerate(first.tolist()) if k >= num_stored
@@ -123,7 +129,7 @@ def _keys(index: pa.Table) -> NDArray[np.uint8]:
     return np.concatenate([np.empty((0, KEY_BYTES), np.uint8), *map(keys_of, chunks)])
 
 
-def _column(parts: Iterable[_Part], name: str, num_refused: int) -> NDArray[np.int64]:
+def _column(parts: Iterable[_Part], name: str, dtype: type[_N], num_refused: int) -> NDArray[_N]:
     """A number of each stored row, then zeros for the refused ones."""
-    stored = [part.index[name].to_numpy() for part in parts]
-    return np.concatenate([*stored, np.zeros(num_refused, np.int64)])
+    stored: list[NDArray[_N]] = [part.index[name].to_numpy() for part in parts]
+    return np.concatenate([*stored, np.zeros(num_refused, dtype)], dtype=dtype)

@@ -1,4 +1,8 @@
-"""What a failure of obstore, boto3 or the file system means: try again, never, or no such object."""
+"""What a failure of obstore, boto3 or the file system means: try again, never, or no such object.
+
+The body of a store's answer can hold an access key id and the request that was signed. So what is raised here
+says the error's code and first sentence, and never has the original as its cause.
+"""
 
 import contextlib
 import re
@@ -36,18 +40,19 @@ def mapped(verb: str, what: str) -> Iterator[None]:
     try:
         yield
     except (obstore_errors.BaseError, OSError) as error:
-        raise _translated(verb, what, error) from error
+        raise _translated(verb, what, error) from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("boto3", "botocore"):
             raise
-        raise _translated(verb, what, error) from error
+        raise _translated(verb, what, error) from None
 
 
 def _translated(verb: str, what: str, error: Exception) -> StoreError:
     text = str(error)
     found = re.search(r"<Code>(\w+)</Code>|An error occurred \((\w+)\)", text)
     code = (found[1] or found[2]) if found else None
-    message = f"can't {verb} {what}: {text.partition(chr(10))[0]}" + (f" [{code}]" if code else "")
+    sentence = re.split(r"[<\n]|\.\s", text, maxsplit=1)[0].rstrip(" :") or type(error).__name__
+    message = f"can't {verb} {what}: {sentence}" + (f" [{code}]" if code else "")
     if isinstance(error, obstore_errors.AlreadyExistsError | obstore_errors.PreconditionError):
         return AlreadyExistsError(message)
     if code in EXPIRED_CODES:

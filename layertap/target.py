@@ -73,6 +73,7 @@ class Target:
         self._backbone.module.eval().requires_grad_(False)
         self._norm = self._backbone.norm
         self._taken: dict[int, Tensor] = {}
+        self._is_compiled = False
         self._check_ids_BT = _token_row(info.vocab_size, CHECK_LENGTHS[0])[None].to(self.device)
         self._reference = self._plain_states()
         self._truncate()
@@ -147,7 +148,8 @@ class Target:
 
     def compile(self) -> None:
         """Compile the decoder layers; the next forward passes take a while, and all after them less."""
-        compile_layers(getattr(self._backbone.module, self._backbone.layers_name))
+        compile_layers(self._backbone.layers)
+        self._is_compiled = True
 
     @property
     def state_names(self) -> list[str]:
@@ -187,7 +189,7 @@ class Target:
         return {"input_ids": ids_T, **named}
 
     def environment(self) -> dict[str, Any]:
-        """What the states were computed with: versions, device, attention and kernels, as JSON values."""
+        """What the states were computed with, compiled or not, and by which kernels, as JSON values."""
         versions = {"python": platform.python_version()}
         for package in PACKAGES:
             try:
@@ -200,6 +202,7 @@ class Target:
             "dtype": self.spec.dtype,
             "quantization": self.info.quantization,
             "attention": getattr(self._backbone.module.config, "_attn_implementation", None),
+            "compiled": self._is_compiled,
             "kernels": kernels_in_use(self._backbone.layers),
         }
 

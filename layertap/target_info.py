@@ -19,6 +19,9 @@ from layertap.spec import ExtractionSpec
 CONFIG = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies transformers chooses anew for each batch, by its longest row."""
+
 _LAYER_NAMES = ("layers", "h", "blocks")
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
@@ -49,6 +52,37 @@ class TargetInfo:
 
     quantization: dict[str, Any] | None
     """The checkpoint's `quantization_config`, or None."""
+
+    max_positions: int | None
+    """Tokens that a row may have: the config's `max_position_embeddings`, or None where it has none."""
+
+    length_dependent_above: int | None
+    """Tokens of the longest row in a batch above which the states of all its rows depend on that length; None
+    where they never do."""
+
+    def check_length(self, longest: int) -> None:
+        """Refuse rows whose states would be wrong for their length.
+
+        Args:
+            longest: tokens of the longest row of all.
+
+        Raises:
+            TargetError: the target has fewer positions, or a row's states would depend on the rows beside it.
+        """
+        limit, positions = self.length_dependent_above, self.max_positions
+        if limit is not None and longest > limit:
+            why = (
+                f"above {limit} its rotary embedding (dynamic or longrope) takes its frequencies from the "
+                "longest row of a batch, so that a row's states would depend on the rows beside it"
+            )
+        elif positions is not None and longest > positions:
+            limit, why = positions, f"it has {positions} positions (max_position_embeddings)"
+        else:
+            return
+        raise TargetError(
+            f"the longest row has {longest} tokens, too many for target {self.source!r}: {why}. Lower "
+            f"max_length to {limit}: longer rows are cut then, or left out with too_long='refuse'"
+        )
 
     def executed_parameters(self, spec: ExtractionSpec) -> int:
         """`num_parameters` of the layers that this extraction runs, taking all layers for equal."""
@@ -134,7 +168,21 @@ def describe(model: nn.Module, config: Any, *, source: str, found: Source) -> Ta
         vocab_size=embeddings.weight.shape[0],
         num_parameters=sum(_matmul_parameters(backbone.layers, text_config)),
         quantization=quantization,
+        max_positions=getattr(text_config, "max_position_embeddings", None),
+        length_dependent_above=_length_dependent_above(text_config),
     )
+
+
+def _length_dependent_above(config: Any) -> int | None:
+    """The smallest limit of the config's rotary embeddings, of which each layer type may have its own."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    limits = [
+        p.get("original_max_position_embeddings") or config.max_position_embeddings
+        for p in by_layer_type
+        if p.get("rope_type") in LENGTH_DEPENDENT_ROPE
+    ]
+    return min(limits, default=None)
 
 
 def _matmul_parameters(layers: nn.ModuleList, config: Any) -> Iterator[int]:

@@ -41,6 +41,7 @@ FIELDS: list[Any] = [
     pa.field("file", pa.string()),
     pa.field("offset", pa.int64()),
     pa.field("nbytes", pa.int64()),
+    pa.field("crc64nvme", pa.uint64()),
     pa.field("reason", pa.string()),
 ]
 SCHEMA = pa.schema(FIELDS)
@@ -214,6 +215,7 @@ class _Places:
 
     offset: NDArray[np.int64]
     nbytes: NDArray[np.int64]
+    crc64nvme: NDArray[np.uint64]
     files: tuple[str, ...]
     reasons: dict[int, str]
     content: str
@@ -221,8 +223,10 @@ class _Places:
     @classmethod
     def of(cls, scan: "Scan", settled: Settled) -> Self:
         at = settled.find(scan.keys)
-        padded = {name: np.append(getattr(settled, name), -1) for name in ("file", "offset", "nbytes")}
-        arrays = {name: values[at] for name, values in padded.items()}
+        arrays: dict[str, NDArray[Any]] = {}
+        for name in ("file", "offset", "nbytes", "crc64nvme"):
+            values = getattr(settled, name)
+            arrays[name] = np.append(values, np.array(-1).astype(values.dtype))[at]
         reasons = {
             row: scan.refused.get(row) or settled.reasons.get(int(at[row]), NOT_EXTRACTED)
             for row in np.flatnonzero(arrays["file"] < 0).tolist()
@@ -267,6 +271,7 @@ class _Places:
             pa.array(self.files, pa.string()).take(pa.array(self.file[part], pa.int32(), mask=is_missing)),
             pa.array(self.offset[part], mask=is_missing),
             pa.array(self.nbytes[part], mask=is_missing),
+            pa.array(self.crc64nvme[part], mask=is_missing),
             pa.array([self.reasons.get(row) for row in range(start, end)], pa.string()),
         ]
         return pa.Table.from_arrays(columns, schema=SCHEMA)

@@ -24,7 +24,7 @@ def submit_shard(lane: Lane, claim: Claim, *, storage: str, root: str) -> Prefec
     """Extract the claim's shard in a task of its own; to be called from the lane's flow."""
     _in_hand[claim.plan_id, claim.shard, claim.number] = lane, claim
     return extract_shard.with_options(result_storage=storage).submit(
-        root=root, plan_id=claim.plan_id, shard=claim.shard, claim=claim.number
+        root=root, plan_id=claim.plan_id, shard=claim.shard, claim=claim.number, token=claim.token
     )
 
 
@@ -34,8 +34,9 @@ def _worth_another_try(task: Task[..., Any], task_run: TaskRun, state: State[Any
 
 
 def _result_key(context: TaskRunContext, inputs: dict[str, Any]) -> str:
-    """A claim is made once and never again, so its number makes the key unique."""
-    return f"{inputs['root']}/results/{inputs['plan_id']}/{inputs['shard']:05d}.claim-{inputs['claim']}.json"
+    """A claim's token is random, so that no other claim is ever answered with this one's result."""
+    shard = f"{inputs['shard']:05d}.claim-{inputs['claim']}-{inputs['token']}"
+    return f"{inputs['root']}/results/{inputs['plan_id']}/{shard}.json"
 
 
 @task(
@@ -50,7 +51,7 @@ def _result_key(context: TaskRunContext, inputs: dict[str, Any]) -> str:
     result_serializer="json",
     cache_result_in_memory=False,
 )
-def extract_shard(root: str, plan_id: str, shard: int, claim: int) -> dict[str, Any]:
+def extract_shard(root: str, plan_id: str, shard: int, claim: int, token: str) -> dict[str, Any]:
     """Extract one shard and commit it; returns only once it is committed.
 
     Args:
@@ -58,6 +59,7 @@ def extract_shard(root: str, plan_id: str, shard: int, claim: int) -> dict[str, 
         plan_id: the plan the shard belongs to.
         shard: its number.
         claim: number of the claim under which this lane holds it.
+        token: the claim's.
     """
     lane, claimed = _in_hand[plan_id, shard, claim]
     return manifest(lane.extract(claimed))

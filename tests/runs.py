@@ -59,7 +59,7 @@ def settings_for(dataset: str, target: str, **changes: Any) -> RunSettings:
 
 def run_lane(store: Store, plan_id: str, target: str, name: str = "lane-0") -> LaneReport:
     """One lane, from loading the target to the last shard."""
-    lane = Lane.open(store, plan_id, target=target, name=name)
+    lane = Lane.open(store, plan_id, run="run", target=target, name=name)
     assert lane is not None
     with lane:
         return extract_in_threads(lane)

@@ -18,7 +18,7 @@ from layertap.plan import Plan, PlanSettings, make_plan
 from layertap.records import key_array
 from layertap.spec import ExtractionSpec
 from layertap.staging import BatchLayout
-from layertap.store import Store, checksum
+from layertap.store import Store, checksum, crc64nvme
 from layertap.versions import Version, Versions
 
 SPEC = ExtractionSpec(target_identity="folder:0123", layer_ids=(0, 2, 5), max_length=50)
@@ -105,7 +105,7 @@ def write_attempt(
     rows = catalog.shard_rows(claim.plan_id, claim.shard)
     prefix = catalog.attempt_prefix(claim.plan_id, claim.shard, attempt)
     files: list[dict[str, Any]] = []
-    index: list[tuple[bytes, int, str, int, int]] = []
+    index: list[tuple[bytes, int, str, int, int, int]] = []
     for number in range(int(rows.batch[-1]) + 1):
         kept = [i for i in np.flatnonzero(rows.batch == number) if rows.keys[i].tobytes() not in refused]
         layout = BatchLayout.of(
@@ -120,7 +120,8 @@ def write_attempt(
             for part in [layers, *([last] if spec.stores_last else [])]:
                 data += part.view(torch.uint8).numpy().tobytes()
             data += rows.tokens(i).tobytes()
-            index.append((rows.keys[i].tobytes(), int(rows.num_tokens[i]), name, offset, nbytes))
+            crc = crc64nvme(data[offset : offset + nbytes])
+            index.append((rows.keys[i].tobytes(), int(rows.num_tokens[i]), name, offset, nbytes, crc))
         catalog.store.put(f"{prefix}/{name}", data, durable=True)
         files.append({"name": name, "size": len(data), "checksum": checksum(data), "num_rows": len(kept)})
     table = _index_table(index)
@@ -147,8 +148,8 @@ def write_attempt(
     )
 
 
-def _index_table(index: list[tuple[bytes, int, str, int, int]]) -> bytes:
-    keys, num_tokens, names, offsets, nbytes = zip(*index, strict=True) if index else ((),) * 5
+def _index_table(index: list[tuple[bytes, int, str, int, int, int]]) -> bytes:
+    keys, num_tokens, names, offsets, nbytes, crcs = zip(*index, strict=True) if index else ((),) * 6
     table = pa.table(
         {
             "extraction_key": key_array(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)),
@@ -156,6 +157,7 @@ def _index_table(index: list[tuple[bytes, int, str, int, int]]) -> bytes:
             "file": pa.array(names, pa.string()),
             "offset": pa.array(offsets, pa.int64()),
             "nbytes": pa.array(nbytes, pa.int64()),
+            "crc64nvme": pa.array(crcs, pa.uint64()),
         }
     )
     sink = BytesIO()

@@ -344,14 +344,30 @@ def test_lanes_that_died_in_silence_are_the_failure(catalog: Catalog, plan: Plan
     )
 
 
-def test_stop_is_seen_and_taken_back(catalog: Catalog, plan: PlanRecord) -> None:
-    assert not catalog.stopping(plan.plan_id)
-    catalog.stop(plan.plan_id)
-    assert catalog.stopping(plan.plan_id)
-    assert catalog.snapshot(plan.plan_id).stopping
-    catalog.resume(plan.plan_id)
-    assert not catalog.stopping(plan.plan_id)
-    catalog.resume(plan.plan_id)
+STRAY = [
+    ".DS_Store",
+    "._00000.outcome",
+    "00000.outcome.tmp",
+    "00000.claim-1~",
+    "00000.outcome (1)",
+    "Thumbs.db",
+    "old/00000.outcome",
+]
+
+
+@pytest.mark.parametrize("stray", STRAY)
+def test_stray_files_in_the_state_folder_are_ignored(catalog: Catalog, plan: PlanRecord, stray: str) -> None:
+    catalog.store.put(f"plans/{plan.plan_id}/state/{stray}", b"?")
+    claim = claimed(catalog, plan, 0)
+    catalog.fail(claim, {"error": "no"})
+    assert catalog.snapshot(plan.plan_id).names == {0: ["claim-1", f"fail-1.{claim.lane}"]}
+
+
+def test_stop_is_seen_by_the_lanes_of_its_run_alone(catalog: Catalog, plan: PlanRecord) -> None:
+    catalog.stop(plan.plan_id, "run-1")
+    assert catalog.stopping(plan.plan_id, "run-1")
+    assert not catalog.stopping(plan.plan_id, "run-2")
+    assert catalog.snapshot(plan.plan_id).names == {}
 
 
 def test_of_two_owners_of_a_shard_one_commits(catalog: Catalog, plan: PlanRecord) -> None:

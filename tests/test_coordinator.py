@@ -1,12 +1,16 @@
 """A run from its plan to its version, on a real store with a real small target, without a scheduler."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from layertap import coordinator as coordinator_module
+from layertap import lane as lane_module
 from layertap.coordinator import Preview, Run
 from layertap.errors import DatasetError, SpecError, SpecMismatchError, TooManyRefusedError
+from layertap.plan import PlanSettings
 from layertap.shard_state import ShardState
 from layertap.store import Store
 from layertap.versions import Versions
@@ -104,9 +108,11 @@ def test_failed_shards_fail_the_run_by_name_and_the_same_run_again_retries_them(
         assert claim is not None
         run.catalog.fail(claim, {"error": f"CudaError: broken on {lane}"})
     run_lane(folder_store, plan_id, target)
-    assert run.watch().poll().finished
+    watch = run.watch()
+    seen = watch.poll()
+    assert seen.finished and seen.percent < 100
 
-    report = run.publish()
+    report = run.publish(watch)
     assert not report.version.complete
     assert "CudaError: broken on lane-b" in report.markdown()
     with pytest.raises(
@@ -119,6 +125,46 @@ def test_failed_shards_fail_the_run_by_name_and_the_same_run_again_retries_them(
     assert [o.shard for o in run_lane(folder_store, plan_id, target).committed] == [0]
     again.publish().check(0.0)
     assert_read_back(folder_store, rows, model)
+
+
+def test_shards_whose_lanes_died_in_silence_fail_the_run_and_are_retried_by_the_next(
+    folder_store: Store, tmp_path: Path, model: Any, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "BEAT_S", 0.05)
+    rows = some_rows(40)
+    settings = settings_for(save_rows(rows, tmp_path / "rows"), target, max_refused_share=1.0)
+    run = Run.prepare(folder_store, settings)
+    plan_id = plan_id_of(run)
+    watch = run.watch()
+    for number in (1, 2, 3):
+        assert run.catalog.claim(plan_id, 0, number, lane=f"lane-{number}", details={})
+    run_lane(folder_store, plan_id, target)
+    deadline = time.monotonic() + 10
+    while not watch.poll().finished and time.monotonic() < deadline:
+        time.sleep(0.05)
+    report = run.publish(watch)
+    with pytest.raises(TooManyRefusedError, match="1 shards failed, shard 0 with: 3 lanes died"):
+        report.check(1.0)
+    with pytest.raises(TooManyRefusedError, match="version 1 is incomplete"):
+        run.publish().check(1.0)
+
+    again = Run.prepare(folder_store, settings)
+    assert plan_id_of(again) == plan_id
+    monkeypatch.setattr(lane_module, "BEAT_S", 0.2)
+    assert [outcome.shard for outcome in run_lane(folder_store, plan_id, target).committed] == [0]
+    again.publish().check(0.0)
+    assert_read_back(folder_store, rows, model)
+
+
+def test_a_run_with_other_planner_settings_cuts_a_plan_of_its_own(
+    folder_store: Store, tmp_path: Path, target: str
+) -> None:
+    dataset = save_rows(some_rows(40), tmp_path / "rows")
+    first = Run.prepare(folder_store, settings_for(dataset, target))
+    other = settings_for(dataset, target, plan=PlanSettings(max_batch_tokens=64, shard_tokens=600))
+    second = Run.prepare(folder_store, other)
+    assert second.plan is not None and second.plan.settings == other.plan
+    assert plan_id_of(second) != plan_id_of(first)
 
 
 def test_progress_counts_what_is_settled_and_what_lanes_report(

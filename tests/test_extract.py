@@ -18,7 +18,7 @@ from layertap.extract import INDEX_SCHEMA, Extractor
 from layertap.progress import Clock
 from layertap.records import ShardRows
 from layertap.spec import ExtractionSpec
-from layertap.store import Store, checksum
+from layertap.store import Store, checksum, crc64nvme
 from layertap.target import Target
 from tests.models import DEVICE, VOCAB_SIZE, constants, tiny_hybrid, tiny_llama
 
@@ -182,6 +182,7 @@ def test_the_index_gives_each_row_as_one_range(store):
     assert [row["extraction_key"] for row in index.to_pylist()] == [bytes(key) for key in rows.keys]
     for row in index.to_pylist():
         data = store.get_range(f"shard/{row['file']}", row["offset"], row["nbytes"])
+        assert crc64nvme(data) == row["crc64nvme"]
         key, split = row["extraction_key"].hex(), row["num_tokens"] * 3 * 64 * 4
         layers = torch.frombuffer(bytearray(data[:split]), dtype=torch.float32).view(-1, 3, 64)
         assert torch.equal(layers, tensors[f"{key}/hidden_states"])
@@ -236,10 +237,10 @@ def test_a_row_that_is_not_finite_is_refused_alone(store, victim, value):
     index = pq.read_table(io.BytesIO(store.get("shard/index.parquet")))
     assert len(index) == result.num_rows == 4
     for row in index.to_pylist():
-        ids = store.get_range(
-            f"shard/{row['file']}", row["offset"] + row["nbytes"] - 4 * row["num_tokens"], 4
-        )
-        assert ids == clean[f"{row['extraction_key'].hex()}/input_ids"][:1].numpy().tobytes()
+        data = store.get_range(f"shard/{row['file']}", row["offset"], row["nbytes"])
+        assert crc64nvme(data) == row["crc64nvme"], "of the bytes after gaps are closed"
+        ids = np.frombuffer(data[-4 * row["num_tokens"] :], np.int32)
+        assert np.array_equal(ids, clean[f"{row['extraction_key'].hex()}/input_ids"].numpy())
 
 
 def test_a_batch_without_a_good_row_leaves_no_file(store):

@@ -1,6 +1,7 @@
 """Lanes share shards through the store, take over from the dead, and doubt themselves."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ from safetensors.torch import load, save
 
 from layertap import lane as lane_module
 from layertap.coordinator import Run
-from layertap.errors import DeviceError, SelfCheckError, StoppedError, StoreError, TargetError
+from layertap.errors import (
+    DeviceError,
+    SelfCheckError,
+    StoppedError,
+    StoreError,
+    StoreRefusedError,
+    TargetError,
+)
 from layertap.lane import CANARY, Lane, extract_in_threads, work_through
 from layertap.shard_state import ShardState
 from layertap.store import Store
@@ -44,8 +52,8 @@ def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_module, "BEAT_S", 0.2)
 
 
-def opened(store: Store, plan_id: str, target: str, name: str) -> Lane:
-    lane = Lane.open(store, plan_id, target=target, name=name)
+def opened(store: Store, plan_id: str, target: str, name: str, *, run_id: str = "run") -> Lane:
+    lane = Lane.open(store, plan_id, run=run_id, target=target, name=name)
     assert lane is not None
     return lane
 
@@ -74,7 +82,7 @@ def test_a_lane_without_work_loads_no_target(
     run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
 ) -> None:
     run_lane(folder_store, plan_id, target)
-    assert Lane.open(folder_store, plan_id, target="there is no such target", name="late") is None
+    assert Lane.open(folder_store, plan_id, run="run", target="there is no such target", name="late") is None
 
 
 def test_the_shard_of_a_dead_lane_is_taken_over(
@@ -110,7 +118,7 @@ def test_the_shard_of_a_lane_that_beats_is_left_alone(
 def test_stop_ends_a_lane_and_gives_its_shards_back(
     run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
 ) -> None:
-    with opened(folder_store, plan_id, target, "lane-0") as lane:
+    with opened(folder_store, plan_id, target, "lane-0", run_id=run.run_id) as lane:
         claim = lane.claim()
         assert claim is not None
         run.stop()
@@ -177,6 +185,80 @@ def test_a_lane_without_its_device_ends_and_no_shard_is_blamed(
     assert {(row["state"], row["failures"]) for row in run.watch().poll().shards} == {(ShardState.WAITING, 0)}
 
 
+def test_a_store_that_refuses_ends_the_lane_and_no_shard_is_blamed(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    with opened(folder_store, plan_id, target, "l") as lane, pytest.raises(StoreRefusedError, match="quota"):
+
+        def refused(path: str, data: Any, *, durable: bool = False) -> None:
+            raise StoreRefusedError("can't put: quota exceeded")
+
+        lane.extractor.store.put = refused  # type: ignore[method-assign]
+        try:
+            extract_in_threads(lane)
+        finally:
+            del lane.extractor.store.put  # type: ignore[attr-defined]
+    assert {(row["state"], row["failures"]) for row in run.watch().poll().shards} == {(ShardState.WAITING, 0)}
+
+
+def test_a_device_that_yields_nan_for_everything_ends_its_lane_and_settles_no_row(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    with (
+        opened(folder_store, plan_id, target, "l") as lane,
+        pytest.raises(SelfCheckError, match="not finite"),
+    ):
+        honest = lane.target.tap
+        lane.target.tap = lambda ids: [state * torch.nan for state in honest(ids)]  # type: ignore[method-assign]
+        extract_in_threads(lane)
+    assert len(run.catalog.settled().keys) == 0
+
+
+def test_shards_in_flight_have_ended_when_a_lane_has(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    ends: list[str] = []
+    with opened(folder_store, plan_id, target, "l", run_id=run.run_id) as lane:
+        honest = lane.extract
+
+        def noted(claim: Any) -> Any:
+            try:
+                return honest(claim)
+            except BaseException as error:
+                ends.append(type(error).__name__)
+                raise
+
+        lane.extract = noted  # type: ignore[method-assign]
+        real = lane.target.tap
+
+        def slow(ids: Any) -> Any:
+            run.stop()
+            time.sleep(1.0)
+            return real(ids)
+
+        lane.target.tap = slow  # type: ignore[method-assign]
+        with pytest.raises(StoppedError):
+            extract_in_threads(lane)
+        assert ends == ["StoppedError", "StoppedError"]
+
+
+def test_a_lane_of_a_run_that_was_stopped_loads_no_target(
+    run: Run, plan_id: str, folder_store: Store, fast_beats: None
+) -> None:
+    run.stop()
+    late = Lane.open(folder_store, plan_id, run=run.run_id, target="there is no such target", name="late")
+    assert late is None
+
+
+def test_all_seconds_of_a_lane_are_accounted_for(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    start = time.monotonic()
+    seconds = run_lane(folder_store, plan_id, target).seconds
+    assert {"loading", "self-check", "forward", "other"} <= seconds.keys()
+    assert seconds["other"] >= 0 and sum(seconds.values()) <= time.monotonic() - start
+
+
 def test_a_task_repeated_after_its_commit_computes_nothing(
     run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
 ) -> None:
@@ -209,7 +291,7 @@ def test_a_lane_that_differs_from_the_canary_is_refused(
     folder_store.delete([CANARY])
     folder_store.create(CANARY, save(canary))
     with pytest.raises(SelfCheckError, match="layer_2: .*canary|canary.*layer_2"):
-        Lane.open(folder_store, plan_id, target=target, name="lane-1")
+        Lane.open(folder_store, plan_id, run="run", target=target, name="lane-1")
 
 
 def test_another_model_of_the_same_shape_is_refused(
@@ -219,4 +301,4 @@ def test_another_model_of_the_same_shape_is_refused(
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight.add_(0.01)
     with pytest.raises(TargetError, match="but the extraction was made for"):
-        Lane.open(folder_store, plan_id, target=saved(other, tmp_path / "other"), name="lane-0")
+        Lane.open(folder_store, plan_id, run="run", target=saved(other, tmp_path / "other"), name="lane-0")

@@ -17,8 +17,9 @@ from layertap.errors import CatalogError, FormatError, IntegrityError, NotFoundE
 from layertap.records import to_json
 from layertap.spec import ExtractionSpec
 from layertap.store import Store
-from layertap.versions import NOT_EXTRACTED
+from layertap.versions import NOT_EXTRACTED, Versions
 from tests.stored import (
+    HIDDEN_SIZE,
     SPEC,
     claimed,
     dataset_of,
@@ -263,6 +264,25 @@ def test_a_file_with_other_bytes_in_a_rows_place_is_named(half_filled: Store) ->
         IntegrityError, match=rf"{path} is damaged: the \d+ bytes from \d+ don't end with the token"
     ):
         list(HiddenStates(half_filled, version=1))
+
+
+@pytest.mark.parametrize("region", ["hidden_states", "last_hidden_state", "input_ids"])
+def test_a_flipped_bit_is_told_wherever_it_is_in_the_row(filled: Store, region: str) -> None:
+    versions = Versions(filled)
+    place = versions.rows(versions.get(1)).to_pylist()[7]
+    path, first, nbytes = place["file"], place["offset"], place["nbytes"]
+    state_nbytes = place["num_tokens"] * HIDDEN_SIZE * 2
+    ends = {"hidden_states": 3 * state_nbytes, "last_hidden_state": 4 * state_nbytes, "input_ids": nbytes}
+    data = bytearray(filled.get(path))
+    data[first + ends[region] - 1] ^= 1
+    filled.put(path, data)
+    states = HiddenStates(filled)
+    with pytest.raises(
+        IntegrityError, match=rf"{path} is damaged: the {nbytes} bytes from {first} don't .* of row 7$"
+    ):
+        states[7]
+    for i in set(range(24)) - {7}:
+        assert_is_row(states[i], i)
 
 
 def test_a_file_cut_off_or_gone_is_named(half_filled: Store) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import boto3
 import numpy as np
 import pytest
+from botocore.exceptions import ClientError
 from obstore import exceptions as obstore_errors
 
 from layertap.errors import (
@@ -292,6 +294,50 @@ def test_errors_say_whether_another_try_helps(error: Exception, becomes: type[Ex
     with pytest.raises(StoreError, match="can't put s3://b/x: ") as caught, mapped("put", "s3://b/x"):
         raise error
     assert type(caught.value) is becomes
+
+
+KEY_ID = "AKIAFAKEFAKEFAKEFAKE"
+SIGNED_BODY = (
+    '<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>SignatureDoesNotMatch</Code>'
+    f"<AWSAccessKeyId>{KEY_ID}</AWSAccessKeyId><CanonicalRequest>PUT\n/b/x\n\n"
+    f"authorization:Credential={KEY_ID}/20260101</CanonicalRequest></Error>"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            obstore_errors.PermissionDeniedError(
+                f"Error performing PUT http://h/b/x in 1.4ms - 403 Forbidden: {SIGNED_BODY}\n\n"
+                f"Debug source:\nPermissionDenied {{ body: {SIGNED_BODY!r} }}"
+            ),
+            "Error performing PUT http://h/b/x in 1.4ms - 403 Forbidden [SignatureDoesNotMatch]",
+        ),
+        (
+            ClientError(
+                {
+                    "Error": {
+                        "Code": "SignatureDoesNotMatch",
+                        "Message": f"The signature differs. The key was {KEY_ID}: {SIGNED_BODY}",
+                    }
+                },
+                "PutObject",
+            ),
+            "An error occurred (SignatureDoesNotMatch) when calling the PutObject operation: "
+            "The signature differs [SignatureDoesNotMatch]",
+        ),
+        (obstore_errors.GenericError(SIGNED_BODY), "GenericError [SignatureDoesNotMatch]"),
+    ],
+    ids=["obstore", "boto3", "only a body"],
+)
+def test_what_a_store_answers_is_never_in_a_traceback(error: Exception, said: str) -> None:
+    with pytest.raises(StoreRefusedError) as caught, mapped("put", "s3://b/x"):
+        raise error
+    assert str(caught.value) == f"can't put s3://b/x: {said}"
+    recorded = "".join(traceback.format_exception(caught.value))
+    assert KEY_ID not in recorded
+    assert "CanonicalRequest" not in recorded
 
 
 def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaForCausalLM
 
 from layertap.errors import SelfCheckError, SpecError, TargetError
+from layertap.kernels import is_context_fatal
 from layertap.spec import ExtractionSpec
 from layertap.target import Target, compare_canary, drafter_layer_ids, inspect_target
 from tests.models import DEVICE, VOCAB_SIZE, constants, saved, tiny_hybrid, tiny_llama
@@ -251,6 +252,117 @@ def test_of_a_mixture_of_experts_only_the_routed_experts_count(tmp_path):
     assert info.num_parameters == 2 * (attention + 6 * 16 + 2 * (3 * 16 * 8))
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+}
+LONGROPE_128 = LONGROPE | {"original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_positions"), [(DYNAMIC, 128), (LONGROPE_128, 512)], ids=["dynamic", "longrope"]
+)
+def test_length_dependent_rope_makes_a_row_depend_on_the_rows_beside_it(rope, max_positions):
+    """Why `check_length` refuses such rows: above the limit the same row gets other states."""
+    config = tiny_llama().config
+    config.rope_parameters, config.max_position_embeddings = dict(rope), max_positions
+    model = LlamaForCausalLM(config).to(DEVICE)
+    target = Target.from_backbone(model, spec=spec_of((3,), "none"))
+    row, short, long = rows_of(100, 128, 300)
+    alone, beside_short, beside_long = (
+        target.tap(torch.nn.utils.rnn.pad_sequence([row, *others], batch_first=True))[0][0, :100]
+        for others in ([], [short], [long])
+    )
+    assert (beside_short - alone).norm() < 1e-2 * alone.norm()
+    assert (beside_long - alone).norm() > 0.5 * alone.norm()
+    target.info.check_length(128)
+    with pytest.raises(TargetError, match="depend on the rows beside it"):
+        target.info.check_length(300)
+
+
+def inspect_with(folder, **fields):
+    """Inspect the target with other fields in its config."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return inspect_target(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({"rope_parameters": DYNAMIC, "max_position_embeddings": 128}, 128),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 128}, 128),
+        ({"rope_parameters": LONGROPE_128, "max_position_embeddings": 512}, 128),
+        ({"rope_parameters": LONGROPE, "max_position_embeddings": 512}, 512),
+    ],
+)
+def test_rows_that_would_depend_on_their_neighbours_are_refused_by_the_config(llama_folder, fields, limit):
+    info = inspect_with(llama_folder, **fields)
+    info.check_length(limit)
+    with pytest.raises(TargetError) as caught:
+        info.check_length(limit + 1)
+    assert str(caught.value) == (
+        f"the longest row has {limit + 1} tokens, too many for target {str(llama_folder)!r}: above {limit} "
+        "its rotary embedding (dynamic or longrope) takes its frequencies from the longest row of a batch, "
+        f"so that a row's states would depend on the rows beside it. Lower max_length to {limit}: longer "
+        "rows are cut then, or left out with too_long='refuse'"
+    )
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "yarn"])
+def test_other_rope_is_limited_by_its_positions_alone(llama_folder, rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": 1e4}
+    if rope_type != "default":
+        rope |= {"factor": 4.0}
+    if rope_type == "yarn":
+        rope |= {"original_max_position_embeddings": 128}
+    info = inspect_with(llama_folder, rope_parameters=rope, max_position_embeddings=512)
+    assert (info.max_positions, info.length_dependent_above) == (512, None)
+    info.check_length(512)
+    with pytest.raises(TargetError, match=r"has 513 tokens, too many .*: it has 512 positions \(max_pos"):
+        info.check_length(513)
+
+
+def test_of_rope_by_layer_type_the_smallest_limit_counts(tmp_path):
+    config = AutoConfig.for_model(
+        "gemma3_text",
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": LONGROPE_128,
+        },
+    )
+    info = inspect_target(saved(AutoModelForCausalLM.from_config(config), tmp_path))
+    assert (info.max_positions, info.length_dependent_above) == (512, 128)
+
+
+def test_learned_positions_are_a_limit_and_alibi_has_none(tmp_path):
+    gpt2 = AutoConfig.for_model("gpt2", vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    info = inspect_target(saved(AutoModelForCausalLM.from_config(gpt2), tmp_path / "gpt2"))
+    assert (info.max_positions, info.length_dependent_above) == (32, None)
+    info.check_length(32)
+    with pytest.raises(TargetError, match=r"has 33 tokens, .*gpt2': it has 32 .* Lower max_length to 32: "):
+        info.check_length(33)
+
+    bloom = AutoConfig.for_model("bloom", vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
+    info = inspect_target(saved(AutoModelForCausalLM.from_config(bloom), tmp_path / "bloom"))
+    assert info.max_positions is None
+    info.check_length(10**6)
+
+
 def test_a_folders_identity_is_its_content(llama_folder, tmp_path):
     identity = inspect_target(str(llama_folder)).identity
     elsewhere = Path(shutil.copytree(llama_folder, tmp_path / "elsewhere"))
@@ -414,6 +526,14 @@ def test_the_environment_names_versions_device_and_kernels():
     assert environment["attention"] == "sdpa"
     assert environment["kernels"]["causal_conv1d_fn"] == "transformers (reference)"
     json.dumps(environment)
+
+
+def test_only_an_error_of_the_accelerator_itself_costs_the_process_its_gpu():
+    driver_memory = torch.AcceleratorError("CUDA error: out of memory")
+    driver_memory.error_code = 2
+    assert is_context_fatal(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    for error in (driver_memory, torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error")):
+        assert not is_context_fatal(error)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

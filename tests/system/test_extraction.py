@@ -25,6 +25,14 @@ def start(arguments: list[str]) -> "subprocess.Popen[str]":
     )
 
 
+def wait_until_under_way(stack: RealStack, root: str, run: "subprocess.Popen[str]") -> None:
+    def some_shards_are_done() -> bool:
+        assert run.poll() is None, run.communicate()[0]
+        return len(stack.outcomes(root)) >= 5
+
+    wait_for(some_shards_are_done)
+
+
 def assert_succeeds(run: "subprocess.Popen[str]") -> None:
     output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output
@@ -75,7 +83,7 @@ def test_a_lane_killed_half_way_costs_no_row_and_doubles_none(
     rows = some_rows(1003, seed=1)
     options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "killed", shard_tokens=150)
     run = start(options)
-    wait_for(lambda: len(stack.outcomes("killed")) >= 5)
+    wait_until_under_way(stack, "killed", run)
     first, *_ = [r for r in stack.runs_of("extraction_lane", "killed") if r["state_type"] == "RUNNING"]
     stack.engine(first["id"]).kill()
 
@@ -93,7 +101,7 @@ def test_stopped_workers_leave_no_run_running_and_the_run_goes_on_with_new_ones(
     rows = some_rows(800, seed=2)
     options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "stopped", shard_tokens=150)
     run = start(options)
-    wait_for(lambda: len(stack.outcomes("stopped")) >= 5)
+    wait_until_under_way(stack, "stopped", run)
     engines = [
         stack.engine(lane["id"])
         for lane in stack.runs_of("extraction_lane", "stopped")

@@ -1,0 +1,146 @@
+"""Which lanes a coordinator sends, replaces and gives up, by what the store and Prefect say of them."""
+
+import logging
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.schemas.objects import State, StateType
+
+from flows import dispatch
+from flows.dispatch import IDLE_S, SPARE_DEATHS, START_S, Lanes, LanesLostError
+from layertap.coordinator import RunProgress
+
+RUNNING, PENDING = State(type=StateType.RUNNING), State(type=StateType.PENDING)
+CRASHED, COMPLETED = State(type=StateType.CRASHED, message="killed"), State(type=StateType.COMPLETED)
+
+
+class OfflineLanes(Lanes):
+    """Lanes whose Prefect states the test sets."""
+
+    def __init__(self, num_lanes: int) -> None:
+        super().__init__(num_lanes, {})
+        self.ended: list[str] = []
+
+    def _look(self) -> None:
+        pass
+
+    def _dispatch(self) -> None:
+        flow_run = uuid4()
+        self._names[flow_run] = f"lane-{len(self._states)}"
+        self._states[flow_run] = RUNNING
+
+    def _cancel(self, flow_run: UUID) -> None:
+        self.ended.append(self._names[flow_run])
+
+    def becomes(self, name: str, state: State[Any]) -> None:
+        self._states[next(k for k, n in self._names.items() if n == name)] = state
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(dispatch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(dispatch, "get_run_logger", lambda: logging.getLogger("test"))
+    return now
+
+
+def seen(*working: str, claimable: int = 4, committed: int = 0, silent: tuple[str, ...] = ()) -> RunProgress:
+    return RunProgress(
+        num_tokens=1,
+        num_tokens_done=0,
+        num_rows=1,
+        num_rows_done=0,
+        tokens_per_s=0,
+        samples_per_s=0,
+        eta_s=None,
+        shards_by_state={"committed": committed},
+        num_claimable=claimable,
+        lanes=dict.fromkeys(working, 1),
+        silent_lanes=frozenset(silent),
+        shards=[],
+    )
+
+
+def test_as_many_lanes_as_asked_for_and_no_more_than_there_is_work_for(clock: list[float]) -> None:
+    lanes = OfflineLanes(3)
+    lanes.tend(seen(claimable=2))
+    assert len(lanes._live()) == 2
+    lanes.tend(seen("lane-0", "lane-1", claimable=5))
+    assert len(lanes._live()) == 3
+
+
+def test_a_dead_lane_is_replaced(clock: list[float]) -> None:
+    lanes = OfflineLanes(2)
+    lanes.tend(seen())
+    lanes.becomes("lane-0", CRASHED)
+    lanes.tend(seen("lane-1"))
+    assert [lanes._names[k] for k in lanes._live()] == ["lane-1", "lane-2"]
+
+
+def test_a_lane_with_stale_claims_is_given_up_and_an_idle_one_beside_it_is_not(clock: list[float]) -> None:
+    lanes = OfflineLanes(2)
+    lanes.tend(seen())
+    lanes.tend(seen("lane-0", "lane-1"))
+    lanes.tend(seen(claimable=1, silent=("lane-1",)))
+    assert lanes.ended == ["lane-1"]
+
+
+def test_a_lane_that_never_claims_though_shards_wait_is_given_up(clock: list[float]) -> None:
+    lanes = OfflineLanes(2)
+    lanes.tend(seen())
+    lanes.tend(seen("lane-1"))
+    clock[0] = IDLE_S - 1
+    lanes.tend(seen("lane-1"))
+    assert lanes.ended == []
+    clock[0] = IDLE_S + 1
+    lanes.tend(seen("lane-1"))
+    assert lanes.ended == ["lane-0"] and [lanes._names[k] for k in lanes._live()] == ["lane-1", "lane-2"]
+
+
+def test_a_lane_between_two_shards_or_without_work_is_not_given_up(clock: list[float]) -> None:
+    lanes = OfflineLanes(1)
+    lanes.tend(seen())
+    for clock[0] in range(0, 4 * int(IDLE_S), 600):
+        lanes.tend(seen("lane-0") if clock[0] % 1200 else seen())
+    for clock[0] in range(4 * int(IDLE_S), 8 * int(IDLE_S), 600):
+        lanes.tend(seen(claimable=0))
+    assert lanes.ended == []
+
+
+def test_a_lane_whose_worker_died_while_starting_it_is_given_up(clock: list[float]) -> None:
+    lanes = OfflineLanes(2)
+    lanes.tend(seen())
+    lanes.becomes("lane-0", PENDING)
+    lanes.tend(seen("lane-1"))
+    clock[0] = START_S + 1
+    lanes.tend(seen("lane-1"))
+    assert lanes.ended == ["lane-0"]
+
+
+def test_a_run_without_lanes_is_given_up_with_their_last_words(clock: list[float]) -> None:
+    lanes = OfflineLanes(1)
+    lanes.tend(seen())
+    lanes.tend(seen("lane-0"))
+    with pytest.raises(LanesLostError, match="no lane is left; the last ends: lane-3 .*killed"):
+        for number in range(1 + SPARE_DEATHS + 1):
+            lanes.becomes(f"lane-{number}", CRASHED)
+            lanes.tend(seen())
+
+
+def test_deaths_are_forgiven_when_a_shard_was_committed_since(clock: list[float]) -> None:
+    lanes = OfflineLanes(1)
+    lanes.tend(seen())
+    lanes.tend(seen("lane-0"))
+    for number in range(20):
+        lanes.becomes(f"lane-{number}", CRASHED)
+        lanes.tend(seen(committed=number + 1))
+    assert len(lanes._live()) == 1
+
+
+def test_lanes_that_completed_are_not_missed(clock: list[float]) -> None:
+    lanes = OfflineLanes(2)
+    lanes.tend(seen())
+    lanes.becomes("lane-0", COMPLETED)
+    lanes.tend(seen("lane-1", claimable=0))
+    assert [lanes._names[k] for k in lanes._live()] == ["lane-1"]
