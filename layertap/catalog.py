@@ -35,6 +35,7 @@ from layertap.records import (
     from_json,
     get_checked,
     keys_xor,
+    read_record,
     to_json,
 )
 from layertap.settled import Settled, read_settled
@@ -102,6 +103,7 @@ class Catalog:
         Raises:
             CatalogError: there is no layertap root here.
             FormatError: written by a newer major format.
+            IntegrityError: its record is damaged, or its spec was changed.
         """
         try:
             data = self.store.get(ROOT)
@@ -109,7 +111,7 @@ class Catalog:
             raise CatalogError(
                 f"{self.store.uri} holds no extraction: there is no {ROOT}. Check the address; a run makes it"
             ) from error
-        return Root.from_dict(from_json(ROOT, data))
+        return read_record(ROOT, data, Root.from_dict)
 
     def put_plan(
         self, plan: Plan, tokens: Callable[[int], NDArray[np.int32]], *, max_batch_bytes: int
@@ -163,9 +165,15 @@ class Catalog:
         Raises:
             NotFoundError: no such plan, or not all of it is written yet.
             FormatError: it has another schema.
+            IntegrityError: it was damaged.
         """
         path = f"plans/{plan_id}/plan.json"
-        return PlanRecord.from_dict(from_json(path, self.store.get(path)))
+        return read_record(path, self.store.get(path), PlanRecord.from_dict)
+
+    def plan_spec(self, plan_id: str) -> str:
+        """Fingerprint of the spec that a plan, of whatever schema, is for."""
+        path = f"plans/{plan_id}/plan.json"
+        return read_record(path, self.store.get(path), lambda values: str(values["spec_fingerprint"]))
 
     def plans(self) -> list[str]:
         """Ids of the plans that stand, ascending."""
@@ -297,7 +305,7 @@ class Catalog:
             NotFoundError: there is none yet.
         """
         path = f"{_state(plan_id, shard)}.outcome"
-        return Outcome.from_dict(from_json(path, self.store.get(path)))
+        return read_record(path, self.store.get(path), Outcome.from_dict)
 
     def stop(self, plan_id: str, run: str) -> None:
         """Tell the lanes of one run on a plan to end at their next beat; other runs on it go on."""
@@ -308,7 +316,11 @@ class Catalog:
         return self.store.exists(f"plans/{plan_id}/state/stop-{run}")
 
     def settled(self) -> Settled:
-        """Every row that needs no computing any more, over the outcomes of all plans."""
+        """Every row that needs no computing any more, over the outcomes of all plans.
+
+        Raises:
+            CatalogError: a plan is of another extraction than the root.
+        """
         return read_settled(self)
 
 

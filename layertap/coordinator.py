@@ -427,6 +427,7 @@ class Run:
 
     def _check_dataset_unchanged(self) -> None:
         settings, spec = self.preview.settings, self.preview.spec
+        self.preview.dataset.check_unchanged()  # a mapping that was cut short must not be touched
         scan = self.preview.dataset.scan(
             vocab_size=self.preview.info.vocab_size, max_length=spec.max_length, too_long=settings.too_long
         )

@@ -12,7 +12,8 @@ keep their numbers. A row is refused if it is null or empty, holds a null or an 
 says that it is padded, or, with `too_long="refuse"`, if it is longer than `max_length`. The whole row is
 judged, also the part that truncation cuts off: an id that makes no sense says that the row is broken. A
 dataset with a column that a causal forward pass over `input_ids` can't honour (own position ids, images)
-is refused as a whole.
+is refused as a whole. A column of Arrow's type null, which is what a column without any value is saved as,
+counts as absent under its default name, with a warning.
 
 **Identity**: the extraction key of a row is the blake2b-128 of its truncated ids as little-endian int32.
 The fingerprint of a dataset covers every column that is read, raw and in row order, refused rows included,
@@ -20,6 +21,7 @@ and nothing else: no path, no time, no list type.
 """
 
 import hashlib
+import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ from numpy.typing import NDArray
 from layertap.arrow_files import BATCH_ROWS, DataFile, open_files, read_provenance
 from layertap.columns import Digest, Lists, is_integer_list, is_text, to_numpy
 from layertap.errors import DatasetError
+
+logger = logging.getLogger(__name__)
 
 KEY_BYTES = 16
 
@@ -121,6 +125,7 @@ class TokenDataset:
         self, files: Sequence[DataFile], columns: Columns, provenance: dict[str, Any] | None
     ) -> None:
         self.columns = columns
+        self._witnesses = [file.witness for file in files if file.witness]
         self.provenance = {"recorded": provenance is not None, **(provenance or {})}
         self._names = _find_columns(files, columns)
         batches = [batch for file in files for batch in file.batches]
@@ -148,8 +153,22 @@ class TokenDataset:
                 missing, cut or corrupt; columns that a causal forward pass can't honour; no rows.
         """
         columns = columns or Columns()
+        _refuse_shared(columns)
         opened = open_files(Path(path), split=split, wanted=list(_names_of(columns).values()))
         return cls(opened.files, columns, read_provenance(opened.folders))
+
+    def check_unchanged(self) -> None:
+        """Look, without reading a row, whether the mapped files still hold what they held at `open`.
+
+        To be called before rows are read again after a long time: reading what a truncation took away kills
+        the process. Deleted files, and files that another one was renamed over, are intact in their mapping.
+        Parquet is read from a copy that nobody else can reach.
+
+        Raises:
+            DatasetError: a file was truncated or written to in place; says which.
+        """
+        for witness in self._witnesses:
+            witness.check()
 
     @property
     def fingerprint(self) -> str:
@@ -237,9 +256,32 @@ def _names_of(columns: Columns) -> dict[str, str]:
     }
 
 
+def _refuse_shared(columns: Columns) -> None:
+    roles: dict[str, list[str]] = {}
+    for role, name in _names_of(columns).items():
+        roles.setdefault(name, []).append(role)
+    for name, shared in roles.items():
+        if len(shared) > 1:
+            raise DatasetError(
+                f"column {name!r} can't be read as {' and '.join(shared)} at once: name another one for "
+                "one of them, and rename the column if that is its default name"
+            )
+
+
+def _is_valueless(files: Sequence[DataFile], name: str) -> bool:
+    """Whether a column has Arrow's type null wherever it is there."""
+    schemas = [batch.schema for file in files for batch in file.batches]
+    kinds = {schema.field(name).type for schema in schemas if name in schema.names}
+    return kinds == {pa.null()}
+
+
 def _find_columns(files: Sequence[DataFile], columns: Columns) -> dict[str, str]:
     """Role -> name of the columns that are there, after checks of presence, type and sound offsets."""
     asked, default = _names_of(columns), _names_of(Columns())
+    for role in (LOSS_MASK, ROW_ID, ATTENTION_MASK):
+        if asked[role] == default[role] and _is_valueless(files, asked[role]):
+            logger.warning("column %r holds no value at all: read as if it weren't there", asked[role])
+            del asked[role]
     found: dict[str, str] = {}
     for file in files:
         required = [

@@ -22,13 +22,19 @@ def find_device() -> torch.device:
     """The one device this process may use.
 
     Raises:
-        DeviceError: several GPUs are visible, so that lanes might share one.
+        DeviceError: several GPUs are visible, so that lanes might share one; or one should be and isn't.
     """
     num_gpus = torch.cuda.device_count()
+    pinned_to = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if pinned_to and not num_gpus:
+        raise DeviceError(
+            f"CUDA_VISIBLE_DEVICES is {pinned_to!r}, but torch {torch.__version__} sees no GPU: "
+            "check the driver and that torch is a CUDA build; set it to nothing to run on the CPU"
+        )
     if num_gpus > 1:
         raise DeviceError(
             f"this lane sees {num_gpus} GPUs and must see one: start it through `layertap workers`, or set "
-            f"CUDA_VISIBLE_DEVICES before Python starts (it is {os.environ.get('CUDA_VISIBLE_DEVICES')!r})"
+            f"CUDA_VISIBLE_DEVICES before Python starts (it is {pinned_to!r})"
         )
     return torch.device("cuda" if num_gpus else "cpu")
 

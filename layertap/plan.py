@@ -34,7 +34,7 @@ class PlanSettings:
     """How rows are cut into batches and shards.
 
     Raises:
-        SpecError: a number is below 1.
+        SpecError: a number is below 1 or no integer.
     """
 
     max_batch_tokens: int = 8192
@@ -45,6 +45,8 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
+            if type(value) is not int:
+                raise SpecError(f"{name} is {value!r}; it must be an integer")
             if value < 1:
                 raise SpecError(f"{name} is {value}; it must be at least 1")
 

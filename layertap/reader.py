@@ -5,6 +5,7 @@ Shapes: T tokens of a row, L layers, H hidden size.
 
 import hashlib
 import mmap
+import operator
 import os
 import weakref
 from pathlib import Path
@@ -53,7 +54,7 @@ class HiddenStates(Dataset[dict[str, Any]]):
         version: which version; by default the newest complete one.
 
     Raises:
-        CatalogError: no extraction there, or no such version.
+        CatalogError: no extraction there, no such version, or one of another extraction.
         FormatError: written by a newer major format than this layertap reads.
     """
 
@@ -61,6 +62,12 @@ class HiddenStates(Dataset[dict[str, Any]]):
         self.store = store if isinstance(store, Store) else Store.open(store)
         self.spec = Catalog(self.store).root().spec
         self.version = _choose(self.store, version)
+        if self.version.spec_fingerprint != self.spec.fingerprint:
+            raise CatalogError(
+                f"version {self.version.number} of {self.store.uri} is of another extraction (spec "
+                f"{self.version.spec_fingerprint}) than its layertap.json (spec {self.spec.fingerprint}): "
+                "read another version, or restore the layertap.json it was made for"
+            )
         self._load()
 
     def _load(self) -> None:
@@ -102,8 +109,11 @@ class HiddenStates(Dataset[dict[str, Any]]):
             dataset.
 
         Raises:
+            IndexError: there is no i-th one.
             IntegrityError: the bytes are damaged, twice; names file, offset and row.
+            TypeError: `i` is no integer.
         """
+        i = _index(i)
         if not -len(self) <= i < len(self):
             raise IndexError(f"row {i} of {len(self)} stored rows")
         i %= len(self)
@@ -176,6 +186,15 @@ def _choose(store: Store, number: int | None) -> Version:
         hint = f"the incomplete version {there[-1]} can be asked for" if there else "no run has published yet"
         raise CatalogError(f"{store.uri} has no complete version; {hint}")
     return version
+
+
+def _index(i: Any) -> int:
+    try:
+        return operator.index(i)
+    except TypeError:
+        raise TypeError(
+            f"a stored row is read by its number, not by {i!r}; for several, take torch.utils.data.Subset"
+        ) from None
 
 
 def _map(path: Path, offset: int, nbytes: int) -> Tensor:

@@ -1,17 +1,18 @@
 """What the catalog's objects hold: the root's record, plans, shards' rows, claims and outcomes."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from io import BytesIO
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from layertap.errors import FormatError, IntegrityError
+from layertap.errors import FormatError, InputError, IntegrityError, SpecError
 from layertap.plan import PlanSettings
 from layertap.spec import FORMAT_VERSION, ExtractionSpec
 from layertap.store import Store, checksum
@@ -20,6 +21,10 @@ PLAN_SCHEMA = 1
 """Schema of plans; a lane works on no other."""
 
 KEY_BYTES = 16
+
+MAX_INT32 = 2**31 - 1
+
+_R = TypeVar("_R")
 
 
 def to_json(values: Mapping[str, Any]) -> bytes:
@@ -42,6 +47,31 @@ def from_json(path: str, data: bytes) -> dict[str, Any]:
     return values
 
 
+def read_record(path: str, data: bytes, parse: Callable[[dict[str, Any]], _R]) -> _R:
+    """A record from its bytes.
+
+    Raises:
+        IntegrityError: no JSON object, or it lacks a field; names the path, and the field.
+        FormatError: from `parse`.
+    """
+    values = from_json(path, data)
+    try:
+        return parse(values)
+    except KeyError as error:
+        raise IntegrityError(f"{path} is damaged: it lacks the field {error}") from error
+    except (SpecError, TypeError) as error:
+        raise IntegrityError(f"{path} is damaged: {error}") from error
+
+
+def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a dataclass's fields; those of newer minor formats are ignored.
+
+    Raises:
+        KeyError: there is no value for a field.
+    """
+    return {f.name: values[f.name] for f in fields(kind)}
+
+
 def get_checked(store: Store, path: str, expected: str) -> bytes:
     """An object that must have this checksum; fetched again once if it hasn't.
 
@@ -56,13 +86,18 @@ def get_checked(store: Store, path: str, expected: str) -> bytes:
     raise IntegrityError(f"{store.uri}/{path} has the checksum {found}, but was written with {expected}")
 
 
-def check_format(what: str, version: str) -> None:
+def check_format(what: str, version: object) -> None:
     """Refuse what a newer major format wrote.
 
     Raises:
-        FormatError: it needs a newer layertap.
+        FormatError: it needs a newer layertap, or has no format's number.
     """
-    if int(version.split(".")[0]) > int(FORMAT_VERSION.split(".")[0]):
+    number = re.fullmatch(r"([0-9]+)(\.[0-9]+)*", str(version))
+    if not number:
+        raise FormatError(
+            f"{what} has the format_version {version!r}, which is no number like {FORMAT_VERSION}"
+        )
+    if int(number[1]) > int(FORMAT_VERSION.split(".")[0]):
         raise FormatError(
             f"{what} has format {version}, newer than {FORMAT_VERSION}, which this layertap reads: upgrade it"
         )
@@ -94,13 +129,17 @@ class Root:
 
         Raises:
             FormatError: written by a newer major format.
+            IntegrityError: the spec isn't the one of the fingerprint beside it.
         """
         check_format("the root", values["format_version"])
-        return cls(
-            spec=ExtractionSpec.from_dict(values["spec"]),
-            target=values["target"],
-            format_version=values["format_version"],
-        )
+        spec = ExtractionSpec.from_dict(values["spec"])
+        if values["spec_fingerprint"] != spec.fingerprint:
+            raise IntegrityError(
+                f"layertap.json is damaged: its spec has the fingerprint {spec.fingerprint}, but it was "
+                f"written with {values['spec_fingerprint']}. Its states are those of the spec as it was "
+                "written: restore the file"
+            )
+        return cls(spec=spec, target=values["target"], format_version=values["format_version"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +183,7 @@ class PlanRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `dataclasses.asdict`.
+        """The inverse of `dataclasses.asdict`; fields of newer minor formats are ignored.
 
         Raises:
             FormatError: the plan has another schema.
@@ -154,8 +193,9 @@ class PlanRecord:
                 f"plan {values['plan_id']} has schema {values['schema']}, this one works on {PLAN_SCHEMA}: "
                 "use the layertap that made the plan, or start the run again to make a new one"
             )
-        shards = tuple(ShardRecord(**shard) for shard in values["shards"])
-        return cls(**{**values, "settings": PlanSettings(**values["settings"]), "shards": shards})
+        shards = tuple(ShardRecord(**known_fields(ShardRecord, shard)) for shard in values["shards"])
+        settings = PlanSettings(**known_fields(PlanSettings, values["settings"]))
+        return cls(**{**known_fields(cls, values), "settings": settings, "shards": shards})
 
 
 @dataclass(frozen=True)
@@ -178,8 +218,17 @@ class ShardRows:
     def of(
         cls, keys: NDArray[np.uint8], batch: NDArray[np.int32], tokens: Sequence[NDArray[np.int32]]
     ) -> Self:
-        """Rows from one token array each."""
+        """Rows from one token array each.
+
+        Raises:
+            InputError: more tokens than the shard's file can count.
+        """
         offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
+        if offsets[-1] > MAX_INT32:
+            raise InputError(
+                f"a shard of {offsets[-1]} tokens is more than the {MAX_INT32} its file can count: "
+                "give a smaller shard_tokens"
+            )
         return cls(keys, batch, offsets.astype(np.int32), np.concatenate(tokens).astype(np.int32, copy=False))
 
     @property
@@ -315,4 +364,4 @@ class Outcome:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`; fields of newer minor formats are ignored."""
-        return cls(**{f.name: values[f.name] for f in fields(cls)})
+        return cls(**known_fields(cls, values))

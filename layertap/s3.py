@@ -55,19 +55,22 @@ class S3Settings:
 
     @classmethod
     def from_environment(cls, uri: str, session: "boto3.Session") -> "S3Settings":
-        """Settings for `s3://bucket/prefix` as boto3 resolves them from its environment."""
-        parts = urlsplit(uri)
+        """Settings for `s3://bucket/prefix` as boto3 resolves them from its environment.
+
+        Everything behind the bucket's slash is the prefix, `#`, `?` and `%` included.
+        """
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         meta: Any = session.client("s3", region_name=session.region_name or DEFAULT_REGION).meta
         on_aws = (urlsplit(meta.endpoint_url).hostname or "").endswith(
             (".amazonaws.com", ".amazonaws.com.cn")
         )
         style = (meta.config.s3 or {}).get("addressing_style")
         return cls(
-            bucket=parts.netloc,
-            prefix=parts.path.strip("/"),
+            bucket=bucket,
+            prefix=prefix,
             endpoint_url=None if on_aws else meta.endpoint_url,
             region=session.region_name,
-            path_style=style == "path" or (style != "virtual" and (not on_aws or "." in parts.netloc)),
+            path_style=style == "path" or (style != "virtual" and (not on_aws or "." in bucket)),
             verify=session._session.get_config_variable("ca_bundle") or True,
             checksums=meta.config.request_checksum_calculation != "when_required",
         )

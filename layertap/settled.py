@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from layertap.errors import CatalogError
 from layertap.records import KEY_BYTES, get_checked, keys_of, sortable
 from layertap.shard_state import ShardState, shard_state
 
@@ -69,16 +70,34 @@ class _Part:
 
 
 def read_settled(catalog: "Catalog") -> Settled:
-    """Read the indices of all committed shards of all plans."""
+    """Read the indices of all committed shards of all plans.
+
+    Raises:
+        CatalogError: a plan is of another extraction than the root.
+    """
+    plans = catalog.plans()
+    _refuse_other_specs(catalog, plans)
     committed = [
         (plan_id, shard)
-        for plan_id in catalog.plans()
+        for plan_id in plans
         for shard, names in sorted(catalog.snapshot(plan_id).names.items())
         if shard_state(names).state == ShardState.COMMITTED
     ]
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
         parts = pool.map(lambda at: _read_part(catalog, *at), committed)
         return _merge([part for part in parts if part is not None])
+
+
+def _refuse_other_specs(catalog: "Catalog", plans: Iterable[str]) -> None:
+    expected = catalog.root().spec.fingerprint
+    for plan_id in plans:
+        found = catalog.plan_spec(plan_id)
+        if found != expected:
+            raise CatalogError(
+                f"{catalog.store.uri}/plans/{plan_id} is of another extraction (spec {found}) than this root "
+                f"(spec {expected}): move that plan's folder out of the root, or restore the layertap.json "
+                "it was made for"
+            )
 
 
 def _read_part(catalog: "Catalog", plan_id: str, shard: int) -> _Part | None:

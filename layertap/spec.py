@@ -22,7 +22,7 @@ class ExtractionSpec:
     """What is computed for each row. Two roots with one fingerprint hold interchangeable hidden states.
 
     Raises:
-        SpecError: a field is out of its range, or layer ids repeat.
+        SpecError: a field is out of its range or of another type, or layer ids repeat.
     """
 
     target_identity: str
@@ -48,12 +48,16 @@ class ExtractionSpec:
         if self.last_hidden_state not in get_args(LastHiddenState):
             choices = ", ".join(get_args(LastHiddenState))
             raise SpecError(f"last_hidden_state {self.last_hidden_state!r} is not one of {choices}")
+        if type(self.max_length) is not int:
+            raise SpecError(f"max_length is {self.max_length!r}; it must be an integer")
         if self.max_length < 1:
             raise SpecError(f"max_length is {self.max_length}; it must be at least 1")
         if not self.layer_ids:
             raise SpecError(
                 "no layer ids: give at least one, or a drafter's config.json with target_layer_ids"
             )
+        if any(type(k) is not int for k in self.layer_ids):  # True would count as layer 1
+            raise SpecError(f"layer ids {list(self.layer_ids)} must be integers")
         if list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise SpecError(f"layer ids {list(self.layer_ids)} must be ascending and without repeats")
 

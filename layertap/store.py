@@ -12,7 +12,6 @@ from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from obstore.store import LocalStore, S3Store
@@ -40,19 +39,26 @@ PART_BYTES = 32 << 20
 
 PARTS_AT_ONCE = 4
 
+UNCOUNTED = 1_000_000
+"""Retries end by their time alone: how many fit into it depends on jitter."""
+
 PATIENT: "RetryConfig" = {
-    "max_retries": 30,
+    "max_retries": UNCOUNTED,
     "retry_timeout": timedelta(minutes=10),
     "backoff": {
-        "base": 2,
+        "base": 3,  # each wait is drawn from between the first one and so many times the last: 2 hardly grows
         "init_backoff": timedelta(milliseconds=200),
         "max_backoff": timedelta(seconds=10),
     },
 }
 """Rides out a restart of the store. Retries use jitter and a fresh body."""
 
-BRIEF: "RetryConfig" = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
-"""For the check before a run, where a wrong address must show at once."""
+BRIEF: "RetryConfig" = {
+    **PATIENT,
+    "retry_timeout": timedelta(seconds=20),
+    "backoff": {**PATIENT["backoff"], "max_backoff": timedelta(seconds=2)},
+}
+"""For the check before a run, where a wrong address must show soon."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class Store:
         """The root at a path, `file://` or `s3://bucket/prefix`; S3 as boto3's environment describes it.
 
         Raises:
-            StoreRefusedError: another kind of URI, or no credentials.
+            StoreRefusedError: another kind of URI, a file on another host, or no credentials.
         """
         text = str(uri)
         if text.startswith("s3://"):
@@ -122,7 +128,7 @@ class Store:
             session = boto3.Session()
             return cls.s3(S3Settings.from_environment(text, session), session)
         if text.startswith("file://"):
-            return cls.folder(url2pathname(urlsplit(text).path))
+            return cls.folder(_path_of(text))
         if "://" in text:
             raise StoreRefusedError(f"{text!r} is neither a path, nor file://, nor s3://bucket/prefix")
         return cls.folder(text)
@@ -243,7 +249,8 @@ class Store:
         """Try what a run needs, on objects of its own under `check/`.
 
         Raises:
-            StoreRefusedError: names the operation that failed.
+            StoreRefusedError: the store refuses an operation or answers it wrongly; names it.
+            StoreError: the store is away, or fails for now; names the operation too.
         """
         quick = Store(self._root, BRIEF)
         path, body = f"check/{secrets.token_hex(8)}", secrets.token_bytes(64)
@@ -261,7 +268,8 @@ class Store:
         try:
             result = operation()
         except (StoreError, IntegrityError) as error:
-            raise StoreRefusedError(f"the store {self.uri} fails at {name}: {error}") from error
+            kind = StoreError if type(error) is StoreError else StoreRefusedError
+            raise kind(f"the store {self.uri} fails at {name}: {error}") from error
         if result is False:
             raise StoreRefusedError(
                 f"the store {self.uri} fails at {name}: the answer is not what was asked for"
@@ -339,6 +347,14 @@ def _forked() -> bool:
     if _first_pid is None:
         _first_pid = os.getpid()
     return _first_pid != os.getpid()
+
+
+def _path_of(uri: str) -> str:
+    """The path of a `file://` URI; `#` and `?` belong to it."""
+    host, slash, path = uri.removeprefix("file://").partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise StoreRefusedError(f"{uri!r} names the host {host!r}, not a path here: write file:///path")
+    return url2pathname(slash + path)
 
 
 def _check_path(path: str) -> None:

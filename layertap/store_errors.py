@@ -20,6 +20,7 @@ REFUSED_CODES = {
     "InvalidAccessKeyId",
     "InvalidBucketName",
     "NoSuchBucket",
+    "NotImplemented",
     "QuotaExceeded",
     "SignatureDoesNotMatch",
     "XMinioStorageFull",

@@ -92,8 +92,8 @@ class Target:
             device: `cpu`, `cuda` or `cuda:<index>`.
 
         Raises:
-            TargetError: the source is another target than the spec's, lacks weights, doesn't fit the device,
-                or can't be tapped.
+            TargetError: the source is another target than the spec's, lacks weights, changes meanwhile,
+                doesn't fit the device, or can't be tapped.
             SpecError: the target has no such layers.
         """
         found = resolve_source(source, revision)
@@ -106,6 +106,7 @@ class Target:
         if device.type == "cpu":
             keep_gpu_kernels_out()
         model, config = _load_model(found, spec, device)
+        found.check_unchanged()
         return cls(model, info=describe(model, config, source=source, found=found), spec=spec)
 
     @classmethod

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from layertap.errors import TargetError
+from layertap.errors import SpecError, TargetError
 from layertap.kernels import keep_gpu_kernels_out
 from layertap.spec import ExtractionSpec
 
@@ -21,6 +21,9 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies transformers chooses anew for each batch, by its longest row."""
+
+OF_WRONG_VALUES = (ValueError, TypeError, AttributeError, ArithmeticError)
+"""What transformers raises on a config with values that it can't compute with."""
 
 _LAYER_NAMES = ("layers", "h", "blocks")
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
@@ -104,6 +107,23 @@ class Source:
 
     revision: str | None
     identity: str
+
+    stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
+    """Of a folder's files, taken before they were hashed: device, inode, size in bytes, mtime in ns."""
+
+    def check_unchanged(self) -> None:
+        """Refuse a folder whose files aren't the ones that were hashed.
+
+        Raises:
+            TargetError: a file was written to, replaced, added or removed; says which.
+        """
+        now = _stamps(_hashed_files(Path(self.path))) if self.stamps else {}
+        changed = sorted(path for path in now.keys() | self.stamps if now.get(path) != self.stamps.get(path))
+        if changed:
+            raise TargetError(
+                f"{changed[0]} changed while target {self.path!r} was loaded, so its weights may not be "
+                f"those of {self.identity}: leave the folder alone during a run, and start again"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,14 +236,16 @@ def load_config(found: Source) -> Any:
     """The target's config.
 
     Raises:
-        TargetError: transformers doesn't know this model, or it needs code from its repository.
+        TargetError: transformers doesn't know this model, its config holds a wrong value, or it needs code
+            from its repository.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(found.path, revision=found.revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise TargetError(f"the config of target {found.path!r} can't be used: {error}") from error
+    except (OSError, LookupError, StrictDataclassError, *OF_WRONG_VALUES) as error:
+        raise TargetError(f"the config of target {found.path}/{CONFIG} can't be used: {error}") from error
 
 
 def meta_model(config: Any, source: str) -> nn.Module:
@@ -247,11 +269,15 @@ def resolve_source(source: str, revision: str | None) -> Source:
     Raises:
         TargetError: there is no such folder or repository, or the folder lacks a file.
     """
+    if not source.strip():
+        raise TargetError(f"the target is {source!r}: give a folder with config.json or a hub id")
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision is not None:
             raise TargetError(f"revision {revision!r} is for the hub, and {source} is a folder: leave it out")
-        return Source(path=str(folder), revision=None, identity=f"folder:{_hash_folder(folder)}")
+        files = _hashed_files(folder)
+        stamps = _stamps(files)
+        return Source(path=str(folder), revision=None, identity=f"folder:{_hash_files(files)}", stamps=stamps)
     if source.count("/") > 1 or source.startswith((".", "/", "~")):
         raise TargetError(f"target folder {source} doesn't exist: give a folder with config.json or a hub id")
     commit = _hub_commit(source, revision)
@@ -273,13 +299,23 @@ def _hub_commit(repo: str, revision: str | None) -> str:
         ) from error
 
 
-def _hash_folder(folder: Path) -> str:
-    """32 hex digits over the names and contents of the config and the weight files."""
+def _hashed_files(folder: Path) -> list[Path]:
+    """The config and the weight files, which are what a folder's identity covers."""
     files = sorted([folder / CONFIG, *_weight_files(folder)])
     if not files[0].is_file() or not (folder / CONFIG).is_file():
         raise TargetError(
             f"target folder {folder} has no {CONFIG}: give the folder that save_pretrained wrote"
         )
+    return files
+
+
+def _stamps(files: list[Path]) -> dict[Path, tuple[int, ...]]:
+    stats = {path: path.stat() for path in files}
+    return {path: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for path, s in stats.items()}
+
+
+def _hash_files(files: list[Path]) -> str:
+    """32 hex digits over the names and contents of files."""
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(_digest, files))
     total = hashlib.blake2b(digest_size=16)
@@ -332,20 +368,30 @@ def drafter_layer_ids(path: str | Path) -> tuple[int, ...]:
 
     Raises:
         TargetError: there is no such file or no such field, or the ids follow another convention.
+        SpecError: the field holds something else than layer ids.
     """
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise TargetError(f"the drafter's config {file} can't be read: {error}") from error
+    if not isinstance(config, dict):
+        raise TargetError(f"the drafter's config {file} can't be read: it holds no JSON object")
     if "speculators_model_type" in config:
         raise TargetError(
             f"{file} is a config of speculators, whose layer ids are one higher than layertap's: "
             "give the layer ids themselves, each less one"
         )
-    ids = config.get("target_layer_ids") or config.get("dflash_config", {}).get("target_layer_ids")
-    if not ids:
+    ids = config.get("target_layer_ids")
+    if ids is None:
+        nested = config.get("dflash_config", {})
+        if not isinstance(nested, dict):
+            raise SpecError(f"dflash_config in {file} is {nested!r}, not an object with target_layer_ids")
+        ids = nested.get("target_layer_ids")
+    if ids is None:
         raise TargetError(
             f"{file} has no target_layer_ids: give the layer ids themselves; they are never guessed"
         )
-    return tuple(int(k) for k in ids)
+    if not isinstance(ids, list) or not ids or any(type(k) is not int for k in ids):
+        raise SpecError(f"target_layer_ids in {file} is {ids!r}, not a list of layer ids (integers)")
+    return tuple(ids)

@@ -6,12 +6,14 @@ live in the table, so a dataset with other masks is a new version of the same hi
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+import secrets
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from layertap.catalog import Catalog
 from layertap.errors import AlreadyExistsError, CatalogError
-from layertap.records import check_format, from_json, get_checked, key_array, to_json
+from layertap.records import check_format, get_checked, key_array, known_fields, read_record, to_json
 from layertap.settled import Settled
 from layertap.spec import FORMAT_VERSION
 from layertap.store import Store, checksum
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
     from layertap.dataset import Scan, TokenDataset
 
 ROW_GROUP = 65_536
+
+ROW_GROUP_TOKENS = 1 << 28
+"""Tokens of the rows of one group: Arrow counts the values of an array's masks in 31 bits."""
+
+RECORD = re.compile(r"versions/([1-9][0-9]*)\.json")
 
 NOT_EXTRACTED = "not extracted: no committed shard holds it"
 
@@ -92,7 +99,7 @@ class Version:
             FormatError: written by a newer major format.
         """
         check_format(f"version {values['number']}", values["format_version"])
-        return cls(**{f.name: values[f.name] for f in fields(cls)})
+        return cls(**known_fields(cls, values))
 
 
 class Versions:
@@ -103,8 +110,8 @@ class Versions:
 
     def numbers(self) -> list[int]:
         """Numbers of all versions, ascending."""
-        names = [info.path.rpartition("/")[2] for info in self.store.list("versions")]
-        return sorted(int(name.removesuffix(".json")) for name in names if name.endswith(".json"))
+        found = [RECORD.fullmatch(info.path) for info in self.store.list("versions")]
+        return sorted(int(match[1]) for match in found if match)  # the rest are tables, or files of others
 
     def newest_number(self) -> int | None:
         """Number of the newest version, complete or not."""
@@ -114,15 +121,18 @@ class Versions:
         """A version.
 
         Raises:
-            CatalogError: there is none of that number.
+            CatalogError: there is none of that number, or it isn't a number.
             FormatError: written by a newer major format.
+            IntegrityError: its record was damaged.
         """
+        if isinstance(number, bool) or not isinstance(number, SupportsIndex):
+            raise CatalogError(f"version {number!r} is no version's number: give an int, such as version=1")
         numbers = self.numbers()
         if number not in numbers:
             there = ", ".join(map(str, numbers)) or "none yet"
             raise CatalogError(f"{self.store.uri} has no version {number}; versions there: {there}")
         path = f"versions/{number}.json"
-        return Version.from_dict(from_json(path, self.store.get(path)))
+        return read_record(path, self.store.get(path), Version.from_dict)
 
     def latest(self, *, complete: bool = True) -> Version | None:
         """The newest version, of the complete ones unless told otherwise; None if there is none."""
@@ -182,12 +192,8 @@ class Versions:
     def _version(
         self, places: "_Places", dataset: "TokenDataset", scan: "Scan", newest: Version | None
     ) -> Version:
-        path = f"versions/{places.content}.parquet"
         data = places.to_parquet(dataset)
-        try:
-            self.store.create(path, data)
-        except AlreadyExistsError:  # of a publisher that died, or of another one right now
-            data = self.store.get(path)
+        path = self._put_table(places.content, data)
         return Version(
             number=newest.number + 1 if newest else 1,
             parent=newest.number if newest else None,
@@ -202,6 +208,17 @@ class Versions:
             provenance=dataset.provenance,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+
+    def _put_table(self, content: str, data: bytes) -> str:
+        """Write a table, or use the same one of an earlier publisher; returns its path."""
+        path = f"versions/{content}.parquet"
+        try:
+            self.store.create(path, data)
+        except AlreadyExistsError:
+            if self.store.get(path) != data:  # damaged, or written by another Arrow
+                path = f"versions/{content}-{secrets.token_hex(4)}.parquet"
+                self.store.put(path, data, durable=True)
+        return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,9 +272,19 @@ class _Places:
     def to_parquet(self, dataset: "TokenDataset") -> bytes:
         sink = BytesIO()
         with pq.ParquetWriter(sink, SCHEMA, compression="zstd") as writer:
-            for start in range(0, len(self.keys), ROW_GROUP):
-                writer.write_table(self._table(dataset, start, min(start + ROW_GROUP, len(self.keys))))
+            for start, end in self._groups():
+                writer.write_table(self._table(dataset, start, end))
         return sink.getvalue()
+
+    def _groups(self) -> Iterator[tuple[int, int]]:
+        ends = np.cumsum(self.num_tokens, dtype=np.int64)
+        start = 0
+        while start < len(ends):
+            before = ends[start] - self.num_tokens[start]
+            by_tokens = int(np.searchsorted(ends, before + ROW_GROUP_TOKENS, side="right"))
+            end = min(start + ROW_GROUP, max(by_tokens, start + 1), len(ends))
+            yield start, end
+            start = end
 
     def _table(self, dataset: "TokenDataset", start: int, end: int) -> pa.Table:
         part = slice(start, end)

@@ -46,7 +46,7 @@ def server_may_be_away() -> Iterator[None]:
 
 def show_plan(rows: Sequence[tuple[str, str]]) -> None:
     """Show the plan as a table."""
-    table = [{"": name, "value": value} for name, value in rows]
+    table = [{"item": name, "value": value} for name, value in rows]
     create_table_artifact(table, key=PLAN, description="What this run is going to do")
 
 

@@ -66,8 +66,9 @@ def plan_for(dataset: TokenDataset, scan: Scan, catalog: Catalog, *, shard_token
     """Plan what the catalog doesn't hold yet, and write the plan."""
     chosen = scan.unique(settled=catalog.settled().keys)
     settings = PlanSettings(max_batch_tokens=120, shard_tokens=shard_tokens)
+    fingerprint = catalog.root().spec.fingerprint
     plan = make_plan(
-        scan.keys[chosen], scan.num_tokens[chosen], spec_fingerprint=SPEC.fingerprint, settings=settings
+        scan.keys[chosen], scan.num_tokens[chosen], spec_fingerprint=fingerprint, settings=settings
     )
     return catalog.put_plan(plan, lambda k: tokens_of(dataset, plan, chosen, k), max_batch_bytes=10**6)
 

@@ -18,6 +18,7 @@ from layertap.errors import (
     ClaimLostError,
     DatasetError,
     FormatError,
+    InputError,
     IntegrityError,
     NotFoundError,
     SpecMismatchError,
@@ -196,6 +197,82 @@ def test_a_plan_without_its_last_object_does_not_exist(catalog: Catalog, plan: P
     assert catalog.plans() == []
     with pytest.raises(NotFoundError):
         catalog.plan(plan.plan_id)
+
+
+@pytest.mark.parametrize("field", ["spec_fingerprint", "shards", "schema", "settings.shard_tokens"])
+def test_a_plan_without_a_field_is_damaged(catalog: Catalog, plan: PlanRecord, field: str) -> None:
+    path = f"plans/{plan.plan_id}/plan.json"
+    _drop(catalog, path, field)
+    name = field.rpartition(".")[2]
+    with pytest.raises(IntegrityError, match=rf"{path} is damaged: it lacks the field '{name}'"):
+        catalog.plan(plan.plan_id)
+
+
+@pytest.mark.parametrize("field", ["spec", "spec.dtype", "spec_fingerprint", "target", "format_version"])
+def test_a_root_without_a_field_is_damaged(catalog: Catalog, field: str) -> None:
+    _drop(catalog, "layertap.json", field)
+    name = field.rpartition(".")[2]
+    with pytest.raises(IntegrityError, match=rf"layertap\.json is damaged: it lacks the field '{name}'"):
+        catalog.root()
+
+
+def test_an_outcome_without_a_field_is_damaged(catalog: Catalog, plan: PlanRecord) -> None:
+    extract(catalog, plan, [0])
+    _drop(catalog, f"plans/{plan.plan_id}/state/00000.outcome", "index")
+    with pytest.raises(IntegrityError, match=r"00000\.outcome is damaged: it lacks the field 'index'"):
+        catalog.settled()
+
+
+def _drop(catalog: Catalog, path: str, field: str) -> None:
+    record = values = json.loads(catalog.store.get(path))
+    *parents, name = field.split(".")
+    for parent in parents:
+        values = values[parent]
+    del values[name]
+    catalog.store.put(path, to_json(record))
+
+
+def test_a_root_whose_spec_was_changed_is_refused(catalog: Catalog) -> None:
+    values = json.loads(catalog.store.get("layertap.json"))
+    values["spec"]["layer_ids"] = [1, 2, 3]
+    catalog.store.put("layertap.json", to_json(values))
+    changed = dataclasses.replace(SPEC, layer_ids=(1, 2, 3)).fingerprint
+    message = rf"layertap\.json is damaged: its spec has the fingerprint {changed}, .* {SPEC.fingerprint}"
+    with pytest.raises(IntegrityError, match=message):
+        catalog.root()
+
+
+def test_a_root_whose_spec_makes_no_sense_is_damaged(catalog: Catalog) -> None:
+    values = json.loads(catalog.store.get("layertap.json"))
+    values["spec"]["dtype"] = "bfloat17"
+    catalog.store.put("layertap.json", to_json(values))
+    with pytest.raises(IntegrityError, match=r"layertap\.json is damaged: dtype 'bfloat17' is not one of"):
+        catalog.root()
+
+
+def test_a_plan_of_another_spec_settles_nothing(catalog: Catalog, plan: PlanRecord) -> None:
+    """As where a layertap.json was put over another, or a plan copied in from another root."""
+    extract(catalog, plan)
+    other = Root(spec=dataclasses.replace(SPEC, layer_ids=(1, 2, 3)), target={})
+    catalog.store.put("layertap.json", to_json(other.to_dict()))
+    message = f"plans/{plan.plan_id} is of another extraction .* move that plan's folder out of the root"
+    with pytest.raises(CatalogError, match=message):
+        catalog.settled()
+
+
+def test_plans_of_another_schema_stay_settled(catalog: Catalog, plan: PlanRecord) -> None:
+    extract(catalog, plan)
+    path = f"plans/{plan.plan_id}/plan.json"
+    catalog.store.put(path, to_json({**json.loads(catalog.store.get(path)), "schema": 2}))
+    assert len(catalog.settled().keys) == plan.num_rows
+
+
+def test_a_shard_of_more_tokens_than_its_file_can_count_is_refused() -> None:
+    rows = [np.broadcast_to(np.int32(7), 2**30)] * 2
+    with pytest.raises(
+        InputError, match="a shard of 2147483648 tokens is more than the 2147483647 .*smaller"
+    ):
+        ShardRows.of(np.zeros((2, 16), np.uint8), np.zeros(2, np.int32), rows)
 
 
 def test_a_plan_of_another_schema_is_refused(catalog: Catalog, plan: PlanRecord) -> None:

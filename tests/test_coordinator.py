@@ -248,5 +248,23 @@ def test_a_dataset_overwritten_during_the_run_is_noticed(
     with file.open("r+b") as opened:  # in place: the mapping sees it
         opened.seek(data.index(needle))
         opened.write((3).to_bytes(4, "little"))
-    with pytest.raises(DatasetError, match="was overwritten while the run went on"):
+    with pytest.raises(DatasetError, match=file.name):
+        run.publish()
+
+
+def test_a_dataset_cut_short_or_replaced_during_the_run(
+    folder_store: Store, tmp_path: Path, model: Any, target: str
+) -> None:
+    rows = some_rows(20)
+    dataset = save_rows(rows, tmp_path / "rows")
+    run = Run.prepare(folder_store, settings_for(dataset, target))
+    run_lane(folder_store, plan_id_of(run), target)
+    (file,) = Path(dataset).glob("*.arrow")
+    kept = file.rename(file.with_suffix(".kept"))
+    file.write_bytes(b"another dataset took the name; ours lives on in the mapping")
+    run.publish().check(0.0)
+    assert_read_back(folder_store, rows, model)
+    with kept.open("r+b") as opened:
+        opened.truncate(100)
+    with pytest.raises(DatasetError, match=file.name):
         run.publish()

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -173,6 +175,66 @@ class TestOpen:
         with pytest.raises(DatasetError, match="c.parquet has no column 'loss_mask'"):
             TokenDataset.open(tmp_path)
 
+    def test_a_column_name_that_is_there_twice(self, tmp_path):
+        table = pa.Table.from_arrays([pa.array(ROWS), pa.array(ROWS)], names=["input_ids", "input_ids"])
+        pq.write_table(table, tmp_path / "a.parquet")
+        for path in (tmp_path / "a.parquet", write(tmp_path / "arrow", table)):
+            with pytest.raises(DatasetError, match="has more than one column 'input_ids': rename or remove"):
+                TokenDataset.open(path)
+
+    def test_one_column_for_two_things(self, tmp_path):
+        pq.write_table(table_of(ROWS), tmp_path / "a.parquet")
+        with pytest.raises(
+            DatasetError, match="column 'input_ids' can't be read as input_ids and loss_mask at once"
+        ):
+            TokenDataset.open(tmp_path, columns=Columns(loss_mask="input_ids"))
+
+    def test_a_column_without_any_value_is_none(self, tmp_path, caplog):
+        table = table_of(ROWS)
+        for name in ("loss_mask", "id", "attention_mask"):
+            table = table.append_column(name, pa.nulls(5))
+        pq.write_table(table, tmp_path / "a.parquet")
+        plain = TokenDataset.open(write(tmp_path / "plain", table_of(ROWS)))
+        assert caplog.messages == []
+        for path in (tmp_path / "a.parquet", write(tmp_path / "arrow", table, num_files=2)):
+            caplog.clear()
+            dataset = TokenDataset.open(path)
+            assert not dataset.has_loss_mask and not dataset.has_ids
+            assert dataset.loss_mask(0) is None and dataset.user_id(0) is None
+            found = scan(dataset)
+            assert found.refused == {} and found.fingerprint == plain.fingerprint
+            assert found.num_supervised.tolist() == [len(row) for row in ROWS]
+            assert caplog.messages == [
+                f"column {name!r} holds no value at all: read as if it weren't there"
+                for name in ("loss_mask", "id", "attention_mask")
+            ]
+
+    def test_a_mask_without_any_value_is_refused_where_a_mask_was_meant(self, tmp_path):
+        table = table_of(ROWS).append_column("mask", pa.nulls(5))
+        with pytest.raises(DatasetError, match="column 'mask' is null, but must hold lists of integers"):
+            TokenDataset.open(write(tmp_path / "named", table), columns=Columns(loss_mask="mask"))
+        pq.write_table(table_of(ROWS, MASKS), tmp_path / "a.parquet")
+        pq.write_table(table.rename_columns(["input_ids", "loss_mask"]), tmp_path / "b.parquet")
+        (tmp_path / "named").rename(tmp_path / ".named")
+        with pytest.raises(DatasetError, match="b.parquet: column 'loss_mask' is null, but must hold"):
+            TokenDataset.open(tmp_path)
+
+    def test_parquet_in_a_subfolder_is_not_left_out(self, tmp_path):
+        for name in ("b.parquet", "sub/a.parquet", "sub/b.parquet", ".cache/c.parquet", "_old/d.parquet"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            pq.write_table(table_of(ROWS), tmp_path / name)
+        with pytest.raises(DatasetError, match=r"/sub/a.parquet lies in a subfolder, and only .* give one"):
+            TokenDataset.open(tmp_path)
+        shutil.rmtree(tmp_path / "sub")
+        assert TokenDataset.open(tmp_path).num_rows == 5
+
+    def test_data_that_state_json_does_not_name_is_not_left_out(self, folder):
+        shutil.copy(folder / "data-00000.arrow", folder / "cache-1234.arrow")
+        assert TokenDataset.open(folder).num_rows == 5
+        shutil.copy(folder / "data-00000.arrow", folder / "data-00002.arrow")
+        with pytest.raises(DatasetError, match=r"data-00002.arrow is not named by state.json, .* remove it"):
+            TokenDataset.open(folder)
+
     def test_no_dataset(self, tmp_path):
         (tmp_path / "chats.jsonl").write_text("{}")
         with pytest.raises(DatasetError, match="nowhere does not exist"):
@@ -191,6 +253,57 @@ class TestOpen:
         (folder / "provenance.json").write_text("{")
         with pytest.raises(DatasetError, match="provenance.json is not JSON"):
             TokenDataset.open(folder)
+
+
+def save_over(folder: Path, rows: list[list[int]]) -> None:
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(folder)
+
+
+class TestCheckUnchanged:
+    @pytest.mark.parametrize("num_rows", [1, 900])
+    def test_a_folder_saved_over_is_named_with_both_sizes(self, tmp_path, num_rows):
+        save_over(tmp_path, ROWS * 100)
+        file = next(tmp_path.glob("*.arrow"))
+        dataset, before = TokenDataset.open(tmp_path), file.stat().st_size
+        dataset.check_unchanged()
+        save_over(tmp_path, [[5, 6, 7]] * num_rows)
+        with pytest.raises(DatasetError) as caught:
+            dataset.check_unchanged()
+        assert str(caught.value).startswith(
+            f"{file} was overwritten in place since it was opened: it had {before} bytes and has "
+            f"{file.stat().st_size}. Start again on the dataset as it is now"
+        )
+
+    def test_a_byte_written_is_named(self, folder):
+        os.utime(folder / "data-00001.arrow", (1, 1))  # clocks of file systems are too coarse for a test
+        dataset = TokenDataset.open(folder)
+        dataset.check_unchanged()
+        with (folder / "data-00001.arrow").open("r+b") as file:
+            file.seek(200)
+            file.write(b"x")
+        with pytest.raises(DatasetError, match=r"data-00001.arrow was overwritten in .*: it was written to"):
+            dataset.check_unchanged()
+
+    def test_a_file_replaced_or_deleted_is_intact(self, folder, tmp_path):
+        dataset = TokenDataset.open(folder)
+        (tmp_path / "other").write_bytes(b"other")
+        (tmp_path / "other").rename(folder / "data-00000.arrow")
+        (folder / "data-00001.arrow").unlink()
+        dataset.check_unchanged()
+        assert [dataset.input_ids(i).tolist() for i in range(5)] == ROWS
+
+    def test_parquet_is_read_from_a_copy(self, tmp_path):
+        pq.write_table(table_of(ROWS), tmp_path / "a.parquet")
+        dataset = TokenDataset.open(tmp_path)
+        (tmp_path / "a.parquet").write_bytes(b"")
+        dataset.check_unchanged()
+        assert [dataset.input_ids(i).tolist() for i in range(5)] == ROWS
+
+    def test_no_descriptor_outlives_the_dataset(self, folder):
+        before = len(os.listdir("/dev/fd"))
+        dataset = TokenDataset.open(folder)
+        del dataset
+        assert len(os.listdir("/dev/fd")) == before
 
 
 class TestDamage:

@@ -17,6 +17,12 @@ def test_two_visible_gpus_are_refused_with_the_way_out(monkeypatch: pytest.Monke
         find_device()
 
 
+def test_a_gpu_that_should_be_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
+    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES is 'GPU-1234', but torch .* sees no GPU"):
+        find_device()
+
+
 def test_without_a_gpu_the_lane_runs_on_the_cpu() -> None:
     assert find_device() == torch.device("cpu")
 

@@ -161,3 +161,24 @@ def test_nothing_to_plan():
 def test_settings_below_one(name):
     with pytest.raises(SpecError, match=f"{name} is 0; it must be at least 1"):
         PlanSettings(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ["max_batch_tokens", "shard_tokens"])
+@pytest.mark.parametrize("value", [1.5, True, "8"])
+def test_settings_that_are_no_integers(name, value):
+    with pytest.raises(SpecError, match=f"{name} is {value!r}; it must be an integer"):
+        PlanSettings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"layer_ids": (True, 2)}, r"layer ids \[True, 2\] must be integers"),
+        ({"layer_ids": (1.0,)}, r"layer ids \[1.0\] must be integers"),
+        ({"layer_ids": (1, "x")}, r"layer ids \[1, 'x'\] must be integers"),
+        ({"max_length": 1.5}, "max_length is 1.5; it must be an integer"),
+    ],
+)
+def test_a_spec_of_other_types(fields, text):
+    with pytest.raises(SpecError, match=text):
+        replace(SPEC, **fields)

@@ -1,5 +1,6 @@
 """Reading what was stored, as trainers do."""
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from layertap import HiddenStates
 from layertap.catalog import Catalog
 from layertap.errors import CatalogError, FormatError, IntegrityError, NotFoundError
-from layertap.records import to_json
+from layertap.records import Root, to_json
 from layertap.spec import ExtractionSpec
 from layertap.store import Store
 from layertap.versions import NOT_EXTRACTED, Versions
@@ -213,6 +214,28 @@ def test_an_incomplete_version_must_be_asked_for(half_filled: Store) -> None:
         CatalogError, match="has no complete version; the incomplete version 1 can be asked for"
     ):
         HiddenStates(half_filled)
+
+
+def test_a_version_of_another_spec_is_refused(filled: Store) -> None:
+    other = Root(spec=dataclasses.replace(SPEC, layer_ids=(1, 2, 3)), target={})
+    filled.put("layertap.json", to_json(other.to_dict()))
+    message = f"version 1 of .* is of another extraction .*{SPEC.fingerprint}.* restore the layertap.json"
+    with pytest.raises(CatalogError, match=message):
+        HiddenStates(filled)
+
+
+@pytest.mark.parametrize("index", [slice(0, 3), "3", 1.0, [0, 1]])
+def test_rows_are_read_by_number(filled: Store, index: Any) -> None:
+    states: Any = HiddenStates(filled)
+    with pytest.raises(TypeError, match="a stored row is read by its number, not by .*Subset"):
+        states[index]
+    assert_is_row(states[torch.tensor(3)], 3)
+
+
+@pytest.mark.parametrize("version", [True, "1"])
+def test_a_version_that_is_no_int_is_refused(filled: Store, version: Any) -> None:
+    with pytest.raises(CatalogError, match=f"version {version!r} is no version's number"):
+        HiddenStates(filled, version=version)
 
 
 def test_a_root_without_versions_says_so(catalog: Catalog) -> None:

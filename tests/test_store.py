@@ -9,6 +9,9 @@ import threading
 import time
 import traceback
 from collections import Counter
+from datetime import timedelta
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from layertap.errors import (
 )
 from layertap.object_server import ObjectServer
 from layertap.s3 import Bucket, S3Settings
-from layertap.store import BRIEF, PART_BYTES, Store, checksum
+from layertap.store import BRIEF, PART_BYTES, PATIENT, Store, checksum
 from layertap.store_errors import mapped
 
 
@@ -243,6 +246,54 @@ def test_a_store_that_is_away_is_worth_another_try(s3_store: Store, object_serve
     assert caught.value.retriable
 
 
+def test_a_check_of_a_store_that_is_away_says_so_and_that_it_may_come_back(
+    s3_store: Store, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layertap.store.BRIEF", {**BRIEF, "retry_timeout": timedelta(milliseconds=1)})
+    with pytest.raises(StoreError, match=r"the store s3://\S+ fails at put: can't put") as caught:
+        _with(s3_store, object_server, endpoint_url="http://127.0.0.1:9").check()
+    assert type(caught.value) is StoreError
+    assert caught.value.retriable
+
+
+class _Restarting(BaseHTTPRequestHandler):
+    """A store that answers the first 100 requests with 503."""
+
+    num_requests = 0
+
+    def do_GET(self) -> None:
+        type(self).num_requests += 1
+        is_up = type(self).num_requests > 100
+        self.send_response(200 if is_up else 503)
+        for name, value in (
+            ("Content-Length", "4"),
+            ("ETag", "x"),
+            ("Last-Modified", formatdate(usegmt=True)),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"1234" if is_up else b"away")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("retry", [PATIENT, BRIEF], ids=["patient", "brief"])
+def test_retries_end_by_time_not_by_number(s3_store: Store, object_server: ObjectServer, retry: Any) -> None:
+    _Restarting.num_requests = 0
+    with HTTPServer(("127.0.0.1", 0), _Restarting) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        there = _with(s3_store, object_server, endpoint_url=f"http://127.0.0.1:{server.server_port}")
+        soon = {name: timedelta(milliseconds=1) for name in ("init_backoff", "max_backoff")}
+        there._retry = {**retry, "backoff": {"base": 2, **soon}}
+        try:
+            assert there.get("x") == b"1234"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def test_no_credentials_is_an_error_that_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
@@ -255,8 +306,6 @@ def test_no_credentials_is_an_error_that_says_what_to_set(monkeypatch: pytest.Mo
 def test_credentials_that_expire_are_asked_for_again(
     s3_store: Store, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from datetime import timedelta
-
     import layertap.s3
 
     monkeypatch.setattr(layertap.s3, "CREDENTIALS_TTL", timedelta(0))
@@ -355,6 +404,22 @@ def test_uris_open_what_they_name(tmp_path: Path, s3_store: Store, monkeypatch: 
     assert reopened.get("x") == b"bucket"
     with pytest.raises(StoreRefusedError, match="'gs://b/x' is neither a path"):
         Store.open("gs://b/x")
+
+
+def test_what_looks_like_a_query_or_fragment_is_part_of_the_root(tmp_path: Path, s3_store: Store) -> None:
+    for name in ("run#1", "run#2", "run?1", "run"):
+        Store.open(f"{s3_store.uri}/{name}").put("x", name.encode())
+        Store.open(f"file://{tmp_path}/{name}").put("x", name.encode())
+    for name in ("run#1", "run#2", "run?1", "run"):
+        assert s3_store.get(f"{name}/x") == (tmp_path / name / "x").read_bytes() == name.encode()
+        assert Store.open(f"{s3_store.uri}/{name}").uri == f"{s3_store.uri}/{name}"
+
+
+def test_a_file_uri_of_another_host_is_refused(tmp_path: Path) -> None:
+    Store.open(f"file://localhost{tmp_path}/a").put("x", b"1")
+    assert (tmp_path / "a" / "x").exists()
+    with pytest.raises(StoreRefusedError, match="names the host 'data', not a path here: write file:///path"):
+        Store.open("file://data/x")
 
 
 def test_settings_follow_boto3s_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaForCausalLM
 
+import layertap.target
 from layertap.errors import SelfCheckError, SpecError, TargetError
 from layertap.kernels import is_context_fatal
 from layertap.spec import ExtractionSpec
@@ -430,6 +432,59 @@ def test_a_checkpoint_without_its_head_is_taken(llama_folder):
     load(str(llama_folder), (0,)).self_check()
 
 
+def test_weights_replaced_between_hash_and_load_are_refused(llama_folder, monkeypatch):
+    spec = spec_of((0,), identity=inspect_target(str(llama_folder)).identity)
+
+    def replace_and_load(*args):
+        weights = {name: w * 1.5 for name, w in load_file(llama_folder / "model.safetensors").items()}
+        save_file(weights, llama_folder / "new", {"format": "pt"})
+        (llama_folder / "new").rename(llama_folder / "model.safetensors")
+        return load_model(*args)
+
+    load_model = layertap.target._load_model
+    monkeypatch.setattr(layertap.target, "_load_model", replace_and_load)
+    with pytest.raises(TargetError, match=r"model.safetensors changed while target .* was loaded, so its w"):
+        Target.load(str(llama_folder), spec=spec, device="cpu")
+
+
+def test_an_index_added_between_hash_and_load_is_refused(llama_folder, monkeypatch):
+    spec = spec_of((0,), identity=inspect_target(str(llama_folder)).identity)
+
+    def load_and_add(*args):
+        loaded = load_model(*args)
+        (llama_folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+        return loaded
+
+    load_model = layertap.target._load_model
+    monkeypatch.setattr(layertap.target, "_load_model", load_and_add)
+    with pytest.raises(TargetError, match=r"model.safetensors.index.json changed while target .* was loaded"):
+        Target.load(str(llama_folder), spec=spec, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_hidden_layers": "x"},
+        {"hidden_size": 30},
+        {"num_attention_heads": 0},
+        {"model_type": []},
+        {"dtype": "q"},
+    ],
+)
+def test_a_config_with_wrong_values_is_named(llama_folder, fields):
+    config = json.loads((llama_folder / "config.json").read_text())
+    (llama_folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(TargetError, match=r"the config of target /.*/llama/config.json can't be used: "):
+        inspect_target(str(llama_folder))
+
+
+@pytest.mark.parametrize("source", ["", " "])
+def test_an_empty_target_is_not_the_current_folder(llama_folder, monkeypatch, source):
+    monkeypatch.chdir(llama_folder)
+    with pytest.raises(TargetError, match=f"the target is '{source}': give a folder with config.json"):
+        inspect_target(source)
+
+
 def test_a_model_that_needs_its_own_code_is_refused(llama_folder):
     config = json.loads((llama_folder / "config.json").read_text())
     config |= {"model_type": "homemade", "auto_map": {"AutoConfig": "code.Config"}}
@@ -605,9 +660,26 @@ def test_layer_ids_come_from_the_drafters_config(tmp_path, config):
         ("{}", "has no target_layer_ids: give the layer ids themselves; they are never guessed"),
         ('{"speculators_model_type": "dflash", "target_layer_ids": [2]}', "whose layer ids are one higher"),
         ("not json", "can't be read"),
+        ("[1, 2]", "can't be read: it holds no JSON object"),
     ],
 )
 def test_a_drafter_config_without_clear_layer_ids_is_refused(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(TargetError, match=message):
+        drafter_layer_ids(tmp_path)
+
+
+@pytest.mark.parametrize("ids", ['[1, "x"]', "[]", "5", "[1.7]", "[true]", '"12"'])
+@pytest.mark.parametrize("form", ['{"target_layer_ids": %s}', '{"dflash_config": {"target_layer_ids": %s}}'])
+def test_a_drafter_config_with_other_things_than_layer_ids_is_refused(tmp_path, form, ids):
+    (tmp_path / "config.json").write_text(form % ids)
+    text = f"target_layer_ids in {tmp_path / 'config.json'} is {json.loads(ids)!r}, not a list of layer ids"
+    with pytest.raises(SpecError, match=re.escape(text)):
+        drafter_layer_ids(tmp_path)
+
+
+@pytest.mark.parametrize("value", [None, [1, 2]])
+def test_a_dflash_config_that_is_none_is_refused(tmp_path, value):
+    (tmp_path / "config.json").write_text(json.dumps({"dflash_config": value}))
+    with pytest.raises(SpecError, match=re.escape(f"config.json is {value!r}, not an object with target_l")):
         drafter_layer_ids(tmp_path)

@@ -1,10 +1,14 @@
 """Versions: each row of a dataset once, with its place or a reason; nothing older over anything newer."""
 
 import dataclasses
+import itertools
 import json
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -122,6 +126,85 @@ def test_a_publisher_that_died_between_table_and_record_is_finished_by_the_next(
     assert len(Versions(store).rows(version)) == 10
 
 
+def _damage_masks(store: Store, path: str) -> None:
+    table = pq.read_table(BytesIO(store.get(path)))
+    ones = [[1] * len(mask) for mask in table["loss_mask"].to_pylist()]
+    field = table.schema.field("loss_mask")
+    sink = BytesIO()
+    pq.write_table(table.set_column(3, field, pa.array(ones, field.type)), sink)
+    store.put(path, sink.getvalue())
+
+
+def test_a_damaged_table_of_a_publisher_that_died_is_not_published(store: Store, tmp_path: Path) -> None:
+    catalog = new_catalog(store)
+    dataset, scan = dataset_of(some_rows(10), tmp_path / "rows.parquet")
+    extract(catalog, plan_for(dataset, scan, catalog))
+    first = publish(catalog, dataset, scan)
+    whole = Versions(store).rows(first)
+    _damage_masks(store, first.rows["path"])
+    store.delete(["versions/1.json"])
+    for _ in range(2):
+        version = publish(catalog, dataset, scan)
+        assert version.rows["path"] != first.rows["path"]
+        assert version.rows["path"].startswith(f"versions/{version.content}-")
+        assert Versions(store).rows(version) == whole
+
+
+def test_the_same_table_is_written_once(catalog: Catalog, tmp_path: Path) -> None:
+    dataset, scan = dataset_of(some_rows(10), tmp_path / "rows.parquet")
+    first = publish(catalog, dataset, scan)
+    catalog.store.delete(["versions/1.json"])
+    assert publish(catalog, dataset, scan).rows == first.rows
+
+
+def test_row_groups_are_cut_by_tokens_too(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = some_rows(40)
+    rows[9]["input_ids"] = rows[9]["loss_mask"] = []
+    dataset, scan = dataset_of(rows, tmp_path / "rows.parquet")
+    monkeypatch.setattr("layertap.versions.ROW_GROUP", 3)
+    monkeypatch.setattr("layertap.versions.ROW_GROUP_TOKENS", 45)
+    version = publish(catalog, dataset, scan)
+    file = pq.ParquetFile(BytesIO(catalog.store.get(version.rows["path"])))
+    groups = [file.read_row_group(k)["num_tokens"].to_pylist() for k in range(file.num_row_groups)]
+    assert list(itertools.chain(*groups)) == scan.num_tokens.tolist()
+    assert all(len(group) == 1 or sum(group) <= 45 and len(group) <= 3 for group in groups)
+    assert max(map(sum, groups)) > 45
+    assert max(map(len, groups)) == 3
+    masks = Versions(catalog.store).rows(version)["loss_mask"].to_pylist()
+    assert masks == [row["loss_mask"][:50] or None for row in rows]
+
+
+@pytest.mark.parametrize(
+    "stray", ["notes.json", ".DS_Store", "._1.json", "1.json~", "old/7.json", "01.json", "7.json.tmp"]
+)
+def test_stray_files_beside_versions_are_ignored(catalog: Catalog, tmp_path: Path, stray: str) -> None:
+    version = publish(catalog, *dataset_of(some_rows(2), tmp_path / "rows.parquet"))
+    catalog.store.put(f"versions/{stray}", b"?")
+    assert Versions(catalog.store).numbers() == [1]
+    assert Versions(catalog.store).latest(complete=False) == version
+
+
+@pytest.mark.parametrize("field", ["number", "rows", "content", "format_version", "spec_fingerprint"])
+def test_a_version_without_a_field_is_damaged(catalog: Catalog, tmp_path: Path, field: str) -> None:
+    publish(catalog, *dataset_of(some_rows(2), tmp_path / "rows.parquet"))
+    values = json.loads(catalog.store.get("versions/1.json"))
+    del values[field]
+    catalog.store.put("versions/1.json", to_json(values))
+    message = rf"versions/1\.json is damaged: it lacks the field '{field}'"
+    with pytest.raises(IntegrityError, match=message):
+        Versions(catalog.store).get(1)
+
+
+@pytest.mark.parametrize("number", [True, "1", 1.0])
+def test_a_version_is_asked_for_by_an_int(catalog: Catalog, tmp_path: Path, number: Any) -> None:
+    publish(catalog, *dataset_of(some_rows(2), tmp_path / "rows.parquet"))
+    with pytest.raises(CatalogError, match=rf"version {number!r} is no version's number: give an int"):
+        Versions(catalog.store).get(number)
+    assert Versions(catalog.store).get(np.int64(1)).number == 1
+
+
 def test_a_changed_mask_is_a_new_version_of_the_same_states(catalog: Catalog, tmp_path: Path) -> None:
     rows = some_rows(10)
     dataset, scan = dataset_of(rows, tmp_path / "rows.parquet")
@@ -227,6 +310,12 @@ def test_a_version_of_a_newer_major_format_is_refused(catalog: Catalog, tmp_path
     catalog.store.put("versions/1.json", to_json({**values, "format_version": "2.0"}))
     with pytest.raises(FormatError, match=r"version 1 has format 2\.0"):
         Versions(catalog.store).latest(complete=False)
+    for odd in ("latest", "", None, "1.x"):
+        catalog.store.put("versions/1.json", to_json({**values, "format_version": odd}))
+        with pytest.raises(
+            FormatError, match=f"version 1 has the format_version {odd!r}, which is no number"
+        ):
+            Versions(catalog.store).get(1)
 
 
 def test_a_damaged_table_is_named(catalog: Catalog, tmp_path: Path) -> None:
