@@ -47,7 +47,8 @@ class HiddenStates(Dataset[dict[str, Any]]):
 
     On S3 a row is one range request; on a folder it is mapped into memory, privately: writing to a tensor
     changes neither the file nor what is read next. Rows differ in length, so a DataLoader needs
-    `batch_size=None` or a `collate_fn`. Workers may be spawned or forked.
+    `batch_size=None` or a `collate_fn`. Workers may be spawned or forked; Python itself may hang
+    where a process with busy threads forks, so spawn them there.
 
     Args:
         store: the root: a path, `s3://bucket/prefix`, or a Store.

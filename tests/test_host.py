@@ -1,6 +1,7 @@
 """A lane has its device alone."""
 
-import multiprocessing
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,19 @@ def test_without_a_gpu_the_lane_runs_on_the_cpu() -> None:
     assert find_device() == torch.device("cpu")
 
 
+HOLD = """
+import sys, time, tempfile, torch
+from types import SimpleNamespace
+from layertap.host import own_device
+
+tempfile.tempdir = sys.argv[1]
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="test-uuid", name="Fake")
+with own_device(torch.device("cuda")):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
 def test_a_gpu_is_held_by_one_process_and_let_go_when_it_dies(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -34,20 +48,11 @@ def test_a_gpu_is_held_by_one_process_and_let_go_when_it_dies(
     properties = SimpleNamespace(uuid="test-uuid", name="Fake")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     gpu = torch.device("cuda")
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-
-    def hold() -> None:
-        with own_device(gpu):
-            ready.set()
-            context.Event().wait()
-
-    holder = context.Process(target=hold)
-    holder.start()
-    assert ready.wait(10)
-    with pytest.raises(DeviceError, match="another process holds Fake"), own_device(gpu):
-        pass
-    holder.kill()
-    holder.join()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        with pytest.raises(DeviceError, match="another process holds Fake"), own_device(gpu):
+            pass
+        holder.kill()
+        holder.wait()
     with own_device(gpu):
         pass

@@ -19,6 +19,7 @@ from layertap.records import Root, to_json
 from layertap.spec import ExtractionSpec
 from layertap.store import Store
 from layertap.versions import NOT_EXTRACTED, Versions
+from tests.processes import in_fresh_process
 from tests.stored import (
     HIDDEN_SIZE,
     SPEC,
@@ -165,6 +166,10 @@ def _in_a_list(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ("store", "context"), [("s3", "spawn"), ("s3", "fork"), ("folder", "fork")], indirect=["store"]
 )
 def test_a_data_loader_with_workers_reads_every_row_once(filled: Store, context: str) -> None:
+    in_fresh_process(_load_with_workers, filled, context)
+
+
+def _load_with_workers(filled: Store, context: str) -> None:
     states = HiddenStates(filled)
     loader = DataLoader(
         states,

@@ -33,6 +33,7 @@ from layertap.object_server import ObjectServer
 from layertap.s3 import Bucket, S3Settings
 from layertap.store import BRIEF, PART_BYTES, PATIENT, Store, checksum
 from layertap.store_errors import mapped
+from tests.processes import in_fresh_process
 
 
 def test_an_object_comes_back_whole_and_in_ranges(store: Store) -> None:
@@ -466,6 +467,10 @@ def test_keys_given_in_code_are_not_pickled(s3_store: Store, monkeypatch: pytest
 
 
 def test_a_forked_process_reads_ranges_and_is_refused_the_rest(store: Store) -> None:
+    in_fresh_process(_read_in_a_fork, store)
+
+
+def _read_in_a_fork(store: Store) -> None:
     store.put("x", b"0123456789")
     read, write = os.pipe()
     child = os.fork()
