@@ -1,4 +1,4 @@
-"""Test bodies in a process of their own: forking this one, full of other tests' threads, may hang for ever."""
+"""Test bodies in a process of their own: to fork this one, full of threads, may hang for ever."""
 
 import multiprocessing
 from collections.abc import Callable
