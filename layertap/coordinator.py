@@ -377,9 +377,8 @@ class Run:
             SpecMismatchError: the root belongs to another extraction.
         """
         store.check()
-        parent = Versions(
-            store
-        ).newest_number()  # before the dataset is read: what is newer may hold a newer one
+        # Before the dataset is read: a version published after that may be of a newer one.
+        parent = Versions(store).newest_number()
         preview = Preview.make(settings)
         catalog = Catalog(store)
         catalog.create_root(
