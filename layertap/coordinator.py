@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.catalog import Catalog, PlanRecord, Root, Watcher
-from layertap.dataset import Columns, Scan, TokenDataset
+from layertap.dataset import BLOCK_TOKENS, Columns, Scan, TokenDataset
 from layertap.errors import DatasetError, FormatError, TooManyRefusedError
 from layertap.lane import BEAT_S
 from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
@@ -134,7 +134,12 @@ class Preview:
             ("rows in the dataset", f"{self.dataset.num_rows:,}"),
             ("rows refused", f"{len(scan.refused):,}"),
             ("rows truncated", f"{scan.num_truncated:,} to {self.spec.max_length:,} tokens"),
+            ("supervised tokens", f"{scan.num_supervised[scan.num_tokens > 0].sum(dtype=np.int64):,}"),
             ("rows without a supervised token", f"{num_unsupervised:,}"),
+            (
+                f"rows with too few of them for a block of {BLOCK_TOKENS}",
+                f"{np.count_nonzero(scan.has_few_supervised):,}",
+            ),
             ("rows stored already, or equal to another", f"{num_valid - cost.num_rows:,}"),
             ("rows to extract", f"{cost.num_rows:,}"),
             ("tokens to extract", f"{cost.num_tokens:,}"),

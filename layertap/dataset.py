@@ -63,6 +63,9 @@ UNSUPPORTED_COLUMNS = (
 )
 """Columns that change what a target computes from `input_ids`."""
 
+BLOCK_TOKENS = 16
+"""Tokens of the largest block that a drafter of the DFlash kind predicts at once; in others it is 7 or 8."""
+
 TooLong = Literal["truncate", "refuse"]
 
 Fault = tuple[int, str]
@@ -98,6 +101,11 @@ class Scan:
 
     fingerprint: str
     """The dataset's."""
+
+    @property
+    def has_few_supervised(self) -> NDArray[np.bool_]:
+        """[rows] whether a row that isn't refused has fewer supervised tokens than a block."""
+        return (self.num_tokens > 0) & (self.num_supervised < BLOCK_TOKENS)
 
     def unique(self, *, settled: NDArray[np.uint8] | None = None) -> NDArray[np.int64]:
         """First row of each distinct key that is not among the `settled` keys [m, 16]; ascending int64."""

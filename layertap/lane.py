@@ -34,6 +34,7 @@ from layertap.progress import Clock
 from layertap.shard_state import ShardState
 from layertap.store import Store
 from layertap.target import Target, compare_canary
+from layertap.target_files import store_target
 
 BEAT_S = 10.0
 """Seconds between two beats of a claim; a claim without a beat for three of them is stale."""
@@ -145,6 +146,8 @@ class Lane:
         with self.clock.spent("loading"):
             self.target = Target.load(source, spec=root.spec, revision=revision, device=self.device)
         self.self_check()
+        with self.clock.spent("storing the target's files"):
+            store_target(self.catalog.store, self.target)
         self.extractor = Extractor(
             self.target, self.catalog.store, max_batch_bytes=self.plan.max_batch_bytes, clock=self.clock
         )

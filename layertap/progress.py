@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-SpentOn = Literal["loading", "self-check", "forward", "waiting for data", "waiting for the store", "other"]
+SpentOn = Literal[
+    "loading",
+    "self-check",
+    "storing the target's files",
+    "forward",
+    "waiting for data",
+    "waiting for the store",
+    "other",
+]
 """What a second of a lane's device can go to."""
 
 

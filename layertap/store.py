@@ -70,11 +70,16 @@ class ObjectInfo:
     e_tag: str | None
 
 
-def crc64nvme(data: Buffer) -> int:
-    """The CRC64NVME of `data`, as S3 computes it; without the GIL."""
+def crc64nvme(data: Buffer, previous: int = 0) -> int:
+    """The CRC64NVME of `data`, as S3 computes it; without the GIL.
+
+    Args:
+        data: the bytes.
+        previous: the CRC64NVME of what comes before them.
+    """
     from awscrt import checksums
 
-    found: int = checksums.crc64nvme(data)
+    found: int = checksums.crc64nvme(data, previous)
     return found
 
 
@@ -141,12 +146,17 @@ class Store:
             data: its bytes; they must not change until the call returns.
             durable: on a folder, return only when the object survives a loss of power. S3 always is.
         """
+        self._put(path, memoryview(data).cast("B"), durable)
+
+    def put_chunks(self, path: str, chunks: Iterator[bytes], *, durable: bool = False) -> None:
+        """Write an object whole, as `put`, from pieces that needn't lie in memory together."""
+        self._put(path, chunks, durable)
+
+    def _put(self, path: str, data: memoryview | Iterator[bytes], durable: bool) -> None:
         with self._mapped("put", path):
             if isinstance(self._root, Path):
                 self._root.mkdir(parents=True, exist_ok=True)
-            self._objects.put(
-                path, memoryview(data).cast("B"), chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
-            )
+            self._objects.put(path, data, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
             if durable and (target := self.local_path(path)):
                 _sync(target)
                 self._sync_folders(target)

@@ -153,6 +153,18 @@ class Target:
         self._is_compiled = True
 
     @property
+    def embedding(self) -> Tensor:
+        """[vocabulary, H] the input embedding's weight, on the target's device."""
+        embeddings: Any = self._backbone.module.get_input_embeddings()  # type: ignore[operator]
+        weight: Tensor = embeddings.weight
+        return weight
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The target's own final norm."""
+        return self._norm
+
+    @property
     def state_names(self) -> list[str]:
         """Names of what `tap` returns, in its order: `layer_3`, …, `last_hidden_state`."""
         names = [f"layer_{k}" for k in self.spec.layer_ids]

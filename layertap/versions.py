@@ -37,6 +37,9 @@ ROW_GROUP_TOKENS = 1 << 28
 
 RECORD = re.compile(r"versions/([1-9][0-9]*)\.json")
 
+ADDED_FIELDS = ("num_supervised", "num_rows_below_block", "block_tokens")
+"""Fields of a version that an older layertap didn't write."""
+
 NOT_EXTRACTED = "not extracted: no committed shard holds it"
 
 FIELDS: list[Any] = [
@@ -89,6 +92,16 @@ class Version:
     """Where the dataset comes from, as far as recorded."""
 
     created_at: str
+
+    num_supervised: int | None = None
+    """Tokens of the stored rows under the loss mask; None in versions of an older layertap, as below."""
+
+    num_rows_below_block: int | None = None
+    """Stored rows with fewer supervised tokens than `block_tokens`."""
+
+    block_tokens: int | None = None
+    """Tokens of a drafter's block."""
+
     format_version: str = FORMAT_VERSION
 
     @classmethod
@@ -99,7 +112,7 @@ class Version:
             FormatError: written by a newer major format.
         """
         check_format(f"version {values['number']}", values["format_version"])
-        return cls(**known_fields(cls, values))
+        return cls(**known_fields(cls, {**dict.fromkeys(ADDED_FIELDS), **values}))
 
 
 class Versions:
@@ -192,8 +205,11 @@ class Versions:
     def _version(
         self, places: "_Places", dataset: "TokenDataset", scan: "Scan", newest: Version | None
     ) -> Version:
+        from layertap.dataset import BLOCK_TOKENS
+
         data = places.to_parquet(dataset)
         path = self._put_table(places.content, data)
+        is_stored = places.file >= 0
         return Version(
             number=newest.number + 1 if newest else 1,
             parent=newest.number if newest else None,
@@ -202,7 +218,10 @@ class Versions:
             spec_fingerprint=Catalog(self.store).root().spec.fingerprint,
             num_rows=dataset.num_rows,
             num_stored=dataset.num_rows - len(places.reasons),
-            num_tokens=int(places.num_tokens[places.file >= 0].sum(dtype=np.int64)),
+            num_tokens=int(places.num_tokens[is_stored].sum(dtype=np.int64)),
+            num_supervised=int(scan.num_supervised[is_stored].sum(dtype=np.int64)),
+            num_rows_below_block=int(np.count_nonzero(scan.has_few_supervised[is_stored])),
+            block_tokens=BLOCK_TOKENS,
             content=places.content,
             rows={"path": path, "size": len(data), "checksum": checksum(data)},
             provenance=dataset.provenance,

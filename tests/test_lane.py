@@ -22,6 +22,7 @@ from layertap.errors import (
 from layertap.lane import CANARY, Lane, extract_in_threads, work_through
 from layertap.shard_state import ShardState
 from layertap.store import Store
+from layertap.target_files import TargetFiles
 from tests.models import saved, tiny_llama
 from tests.runs import assert_read_back, run_lane, save_rows, settings_for, some_rows
 
@@ -279,6 +280,15 @@ def _done(lane: Lane, claim: Any) -> Any:
     future: Future[Any] = Future()
     future.set_result(lane.extract(claim))
     return future
+
+
+def test_the_first_lane_stores_the_target_s_files(
+    run: Run, plan_id: str, folder_store: Store, target: str, model: Any, fast_beats: None
+) -> None:
+    with opened(folder_store, plan_id, target, "lane-0"):
+        files = TargetFiles(folder_store)
+        assert files.record.target_identity == run.preview.spec.target_identity
+        assert torch.equal(files.weight("lm_head"), model.lm_head.weight.cpu())
 
 
 def test_a_lane_that_differs_from_the_canary_is_refused(

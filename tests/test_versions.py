@@ -48,6 +48,9 @@ def test_a_version_has_every_row_once_with_its_place(store: Store, tmp_path: Pat
     assert version.num_tokens == sum(min(len(row["input_ids"]), 50) for row in rows)
     assert version.dataset_fingerprint == dataset.fingerprint
     assert version.spec_fingerprint == SPEC.fingerprint
+    supervised = [sum(row["loss_mask"][:50]) for row in rows]
+    assert version.num_supervised == sum(supervised)
+    assert version.num_rows_below_block == sum(n < version.block_tokens for n in supervised) > 0
 
     table = pq.read_table(BytesIO(store.get(version.rows["path"]))).to_pylist()
     assert [row["index"] for row in table] == list(range(30))
