@@ -38,7 +38,7 @@ def up(state: Path, lanes: int | None, port: int, s3_port: int) -> None:
 
     started = stack.Stack(state=state.resolve(), port=port, s3_port=s3_port)
     stack.up(started, num_lanes=lanes)
-    click.echo(f"Prefect's UI   {started.ui_url}")
+    click.echo(f"Prefect's UI   {started.ui_url}/v2/")
     click.echo(f"storage block  {stack.STORAGE}")
     click.echo(f"logs           {started.state / 'logs'}")
 

@@ -13,7 +13,6 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -21,7 +20,7 @@ from flows.parameters import Extraction
 from layertap.errors import InputError, LayertapError
 from tasks.artifacts import PROGRESS
 
-DEPLOYMENT = "extract_hidden_states/layertap"
+DEPLOYMENT = "extract_hidden_states/extract-hidden-states"
 POLL_S = 1.0
 LINE_EVERY_S = 10.0
 
@@ -45,7 +44,7 @@ def run_extraction(form: Mapping[str, Any]) -> None:
         NoServerError: the server doesn't answer.
         RunFailedError: the run didn't complete; with its message.
     """
-    started = _start(_validated(form))
+    started = _start(Extraction.of(form))
     click.echo(f"{started.name}: {_url(started)}")
     try:
         with get_client(sync_client=True) as client:
@@ -58,17 +57,10 @@ def run_extraction(form: Mapping[str, Any]) -> None:
     click.echo(state.message)
 
 
-def _validated(form: Mapping[str, Any]) -> dict[str, Any]:
+def _start(extraction: Extraction) -> FlowRun:
     try:
-        return Extraction.model_validate({**form, "layer_ids": list(form["layer_ids"])}).model_dump()
-    except ValidationError as error:
-        told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}".lstrip(": ") for e in error.errors()]
-        raise InputError("; ".join(told)) from error
-
-
-def _start(extraction: dict[str, Any]) -> FlowRun:
-    try:
-        return cast(FlowRun, run_deployment(DEPLOYMENT, parameters={"extraction": extraction}, timeout=0))
+        parameters = {"extraction": extraction.model_dump()}
+        return cast(FlowRun, run_deployment(DEPLOYMENT, parameters=parameters, timeout=0))
     except ObjectNotFound as error:
         raise InputError(
             f"the server has no deployment {DEPLOYMENT}: deploy with "
@@ -83,7 +75,7 @@ def _start(extraction: dict[str, Any]) -> FlowRun:
 
 def _url(started: FlowRun) -> str:
     ui = get_current_settings().ui_url or ""
-    return f"{ui}/runs/flow-run/{started.id}"
+    return f"{ui}/v2/runs/flow-run/{started.id}"  # redirects whoever prefers V1
 
 
 def _follow(client: SyncPrefectClient, flow_run: UUID) -> State[Any]:

@@ -1,7 +1,7 @@
 """The lanes of one coordinator: dispatched, counted, replaced when they die, taken back at the end."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 from uuid import UUID
@@ -18,7 +18,7 @@ from layertap.errors import LayertapError
 from layertap.shard_state import ShardState
 from tasks.artifacts import server_may_be_away
 
-DEPLOYMENT = "extraction_lane/layertap"
+DEPLOYMENT = "extraction_lane/extraction-lane"
 
 SPARE_DEATHS = 3
 """Lanes that may die between two commits, beyond one for each asked for; none if no lane ever worked."""
@@ -44,9 +44,10 @@ class Lanes:
     nobody reports it, by its claims in the store.
     """
 
-    def __init__(self, num_lanes: int, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, num_lanes: int, parameters: Mapping[str, Any], tags: Sequence[str]) -> None:
         self._num_lanes = num_lanes
         self._parameters = parameters
+        self._tags = list(tags)
         self._states: dict[UUID, State[Any]] = {}
         self._names: dict[UUID, str] = {}
         self._seen_working: set[str] = set()
@@ -147,10 +148,12 @@ class Lanes:
             DEPLOYMENT,
             parameters={**self._parameters, "name": name},
             flow_run_name=name,
+            tags=self._tags,
             timeout=0,
             # A retried coordinator must get new lanes: the old key would give it the old, finished runs.
             idempotency_key=f"{runtime.flow_run.id}:{name}",
         )
+        self._log.info("sent %s to the work pool", name)
         run = cast(FlowRun, started)
         assert run.state is not None
         self._names[run.id] = name

@@ -1,47 +1,78 @@
 """The coordinator: plans an extraction, sends lanes to work on it, watches, and publishes what came of it."""
 
 import time
+from collections.abc import Collection
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import flow, get_run_logger, runtime
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows.dispatch import Lanes
 from flows.parameters import Extraction
-from layertap.coordinator import Report, Run, Watch
-from tasks.artifacts import ProgressBoard, show_outcome, show_plan
+from layertap.coordinator import Run, Watch
+from layertap.report import Report
+from tasks.artifacts import ProgressBoard, server_may_be_away, show_outcome, show_plan
 from tasks.storage import open_store
 
 POLL_S = 3.0
 """Seconds between two looks at the store."""
 
 
-@flow(name="extract_hidden_states", persist_result=False, result_serializer="json")
+@flow(
+    name="extract_hidden_states",
+    flow_run_name="{extraction.run_name}",
+    persist_result=False,
+    result_serializer="json",
+)
 def extract_hidden_states(extraction: Extraction) -> State[Any]:
     """Extract the hidden states of a dataset's rows and publish them as a version of the root.
 
     What the root holds already is not computed again: start the same run again after any failure.
     """
-    run = Run.prepare(open_store(extraction.storage, extraction.root), extraction.settings())
+    return Completed(message=str(extract(extraction)))
+
+
+def extract(extraction: Extraction, *, shards: Collection[int] = ()) -> Report:
+    """Do what the form asks for; to be called from a flow.
+
+    Args:
+        extraction: the form.
+        shards: of an unfinished plan, those to try again after they failed; all of them by default.
+
+    Raises:
+        LayertapError: as `Run.prepare`, `Run.publish` and `Report.check`; LanesLostError.
+    """
+    log = get_run_logger()
+    _tag(extraction.tags)
+    store = open_store(extraction.storage, extraction.root)
+    log.info("planning %s into %s", extraction.dataset, store.uri)
+    run = Run.prepare(
+        store,
+        extraction.settings(),
+        request=extraction.model_dump(),
+        started_by=str(runtime.flow_run.id),
+        shards=shards,
+    )
     show_plan(run.table)
+    log.info("run %s: %s", run.run_id, ", ".join(f"{name} {value}" for name, value in run.table))
     watch = run.watch() if run.plan else None
     if watch is not None:
         _work_off(run, extraction, watch)
     else:
-        get_run_logger().info("every row is stored already: nothing to compute")
+        log.info("every row is stored already: nothing to compute")
     report = run.publish(watch)
     show_outcome(report)
-    report.check(extraction.max_refused_share)
-    return Completed(message=_summary(report))
+    log.info("%s", report)
+    report.check(extraction.advanced.max_refused_share)
+    return report
 
 
-def _summary(report: Report) -> str:
-    num_stored = report.num_rows - len(report.missing)
-    return (
-        f"{num_stored:,} of {report.num_rows:,} rows are stored, {len(report.missing):,} are missing: "
-        f"version {report.version.number}"
-    )
+def _tag(tags: list[str]) -> None:
+    """Let the run be found by its root, dataset and target; the deployment's tags stay."""
+    with server_may_be_away(), get_client(sync_client=True) as client:
+        client.update_flow_run(runtime.flow_run.id, tags=sorted({*runtime.flow_run.tags, *tags}))
 
 
 def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
@@ -55,7 +86,7 @@ def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
         "revision": run.preview.info.revision or "",  # a branch may move on while lanes start
     }
     board = ProgressBoard()
-    with Lanes(extraction.num_lanes, lane_parameters) as lanes:
+    with Lanes(extraction.num_lanes, lane_parameters, extraction.tags) as lanes:
         try:
             while not (progress := watch.poll()).finished:
                 board.show(progress)

@@ -1,12 +1,14 @@
 """The forms from which runs are started."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from layertap.coordinator import RunSettings
 from layertap.dataset import Columns
+from layertap.errors import InputError
 from layertap.plan import PlanSettings
 from layertap.spec import DTypeName, LastHiddenState
 from layertap.target_info import drafter_layer_ids
@@ -15,53 +17,73 @@ BLOCK = r"^(s3-bucket|local-file-system)/[a-z0-9-]+$"
 ROOT = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$"
 
 
+class Advanced(BaseModel):
+    """What most runs leave as it is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: DTypeName = Field(default="bfloat16", description="Dtype of the weights and of what is stored.")
+    revision: str = Field(default="", description="Hub revision of the target; empty for its main branch.")
+    too_long: Literal["truncate", "refuse"] = Field(
+        default="truncate", description="What happens to rows longer than max_length."
+    )
+    max_refused_share: float = Field(
+        default=0.01, ge=0, le=1, description="Share of rows that may be missing before the run fails."
+    )
+    split: str = Field(default="", description="Split, if the dataset is a dictionary of splits.")
+    input_ids_column: str = Field(default="input_ids", min_length=1, description="Column of token ids.")
+    loss_mask_column: str = Field(
+        default="loss_mask", min_length=1, description="Column of the loss mask, if any."
+    )
+    id_column: str = Field(default="id", min_length=1, description="Column of row ids, if any.")
+    max_batch_tokens: int = Field(default=8192, ge=1, description="Rows of a batch times its longest row.")
+    shard_tokens: int = Field(default=2_000_000, ge=1, description="Tokens of a shard, the unit of retries.")
+
+
+LAYERS_OR_DRAFTER: dict[str, Any] = {
+    "if": {"properties": {"drafter": {"const": ""}}},
+    "then": {"required": ["layer_ids"], "properties": {"layer_ids": {"minItems": 1}}},
+    "else": {"properties": {"layer_ids": {"maxItems": 0}}},
+}
+"""For the form, which then refuses at once what `Extraction` would refuse when the run starts."""
+
+
 class Extraction(BaseModel):
     """What to extract, from what, and where to put it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=LAYERS_OR_DRAFTER)
 
     target: str = Field(
         min_length=1, description="Target model: a hub id, or a folder that is there on every host."
     )
     dataset: str = Field(
         min_length=1,
-        description="Tokenised dataset: a save_to_disk folder, a Parquet file or a folder of them.",
+        description="Tokenised dataset: a save_to_disk folder, a Parquet file or a folder of them; "
+        "on the coordinator's host, or s3://bucket/prefix.",
+    )
+    layer_ids: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[],
+        description="0-based decoder layers whose outputs are stored, ascending; or give a drafter.",
+    )
+    drafter: str = Field(
+        default="", description="Folder of a drafter whose config.json names the layers (target_layer_ids)."
     )
     root: str = Field(
         pattern=ROOT,
-        description="Folder under the storage block for what is extracted. Another target, other layers, "
-        "another dtype or maximum length need another one.",
+        description="Folder under the storage block for what is extracted, such as qwen3-8b/chats. Another "
+        "target, other layers, another dtype or maximum length need another one.",
     )
     storage: str = Field(
         default="s3-bucket/layertap",
         pattern=BLOCK,
         description="Storage block to write to: s3-bucket/NAME or local-file-system/NAME.",
     )
-    layer_ids: list[Annotated[int, Field(ge=0)]] = Field(
-        default=[], description="0-based decoder layers whose outputs are stored; or give a drafter."
-    )
-    drafter: str = Field(
-        default="", description="Folder of a drafter whose config.json names the layers (target_layer_ids)."
-    )
+    num_lanes: int = Field(default=1, ge=1, le=512, description="GPUs to use at most, a lane on each.")
+    max_length: int = Field(default=4096, ge=1, description="Tokens kept of a row.")
     last_hidden_state: LastHiddenState = Field(
         default="pre_norm", description="The last layer's output before or after the final norm, or none."
     )
-    dtype: DTypeName = Field(default="bfloat16", description="Dtype of the weights and of what is stored.")
-    revision: str = Field(default="", description="Hub revision of the target; empty for its main branch.")
-    max_length: int = Field(default=4096, ge=1, description="Tokens kept of a row.")
-    too_long: Literal["truncate", "refuse"] = Field(
-        default="truncate", description="What happens to rows longer than that."
-    )
-    num_lanes: int = Field(default=1, ge=1, le=512, description="GPUs to use at most, a lane on each.")
-    max_refused_share: float = Field(
-        default=0.01, ge=0, le=1, description="Share of rows that may be missing before the run fails."
-    )
-    split: str = Field(default="", description="Split, if the dataset is a dictionary of splits.")
-    input_ids_column: str = Field(default="input_ids", description="Column of token ids.")
-    loss_mask_column: str = Field(default="loss_mask", description="Column of the loss mask, if any.")
-    id_column: str = Field(default="id", description="Column of row ids, if any.")
-    max_batch_tokens: int = Field(default=8192, ge=1, description="Rows of a batch times its longest row.")
-    shard_tokens: int = Field(default=2_000_000, ge=1, description="Tokens of a shard, the unit of retries.")
+    advanced: Advanced = Field(default=Advanced(), description="What most runs leave as it is.")
 
     @model_validator(mode="after")
     def _names_layers_once(self) -> Self:
@@ -71,28 +93,68 @@ class Extraction(BaseModel):
             raise ValueError(f"layer_ids {self.layer_ids} must be ascending and without repeats")
         return self
 
+    @property
+    def run_name(self) -> str:
+        """What the run is called: root and dataset."""
+        return f"{self.root} from {Path(self.dataset).name}"
+
+    @property
+    def tags(self) -> list[str]:
+        """What the run and its lanes are found by."""
+        return [f"root:{self.root}", f"dataset:{Path(self.dataset).name}", f"target:{Path(self.target).name}"]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """The form from its values by name, wherever in the form they belong.
+
+        Raises:
+            InputError: a name isn't one of the form's, or a value is out of its range.
+        """
+        names = (cls.model_fields | Advanced.model_fields).keys() - {"advanced"}
+        if strangers := values.keys() - names:
+            raise InputError(
+                f"the run form has no {' and no '.join(sorted(strangers))}; it has {', '.join(sorted(names))}"
+            )
+        advanced = {name: value for name, value in values.items() if name in Advanced.model_fields}
+        plain = {name: value for name, value in values.items() if name not in advanced}
+        try:
+            return cls.model_validate({**plain, "advanced": advanced})
+        except ValidationError as error:
+            raise InputError("; ".join(map(_told, error.errors()))) from error
+
     def settings(self) -> RunSettings:
         """The run that the form asks for.
 
         Raises:
             SpecError: the drafter names no layers.
         """
+        more = self.advanced
         return RunSettings(
             dataset=self.dataset,
             target=self.target,
             layer_ids=tuple(self.layer_ids) or drafter_layer_ids(Path(self.drafter)),
-            revision=self.revision or None,
-            split=self.split or None,
+            revision=more.revision or None,
+            split=more.split or None,
             columns=Columns(
-                input_ids=self.input_ids_column, loss_mask=self.loss_mask_column, row_id=self.id_column
+                input_ids=more.input_ids_column, loss_mask=more.loss_mask_column, row_id=more.id_column
             ),
             last_hidden_state=self.last_hidden_state,
-            dtype=self.dtype,
+            dtype=more.dtype,
             max_length=self.max_length,
-            too_long=self.too_long,
-            plan=PlanSettings(max_batch_tokens=self.max_batch_tokens, shard_tokens=self.shard_tokens),
-            max_refused_share=self.max_refused_share,
+            too_long=more.too_long,
+            plan=PlanSettings(max_batch_tokens=more.max_batch_tokens, shard_tokens=more.shard_tokens),
+            max_refused_share=more.max_refused_share,
         )
+
+
+def _told(error: Mapping[str, Any]) -> str:
+    """A validation error as its field, the value, and what is wrong with it."""
+    field = ".".join(map(str, error["loc"])).removeprefix("advanced.")
+    return (
+        f"{field} {error['input']!r}: {error['msg']}"
+        if field
+        else str(error["msg"]).removeprefix("Value error, ")
+    )
 
 
 class Preparation(BaseModel):

@@ -1,10 +1,10 @@
 """One run from the coordinator's seat: plan it, watch it in the store, publish what came of it. No GPU."""
 
-import math
 import operator
 import secrets
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal, Self
@@ -14,19 +14,18 @@ from numpy.typing import NDArray
 
 from layertap.catalog import Catalog, PlanRecord, Root, Watcher
 from layertap.dataset import BLOCK_TOKENS, Columns, Scan, TokenDataset
-from layertap.errors import DatasetError, FormatError, TooManyRefusedError
-from layertap.lane import BEAT_S
+from layertap.errors import DatasetError, FormatError, InputError
+from layertap.lane import BEAT_S, now
 from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
-from layertap.progress import Rate, format_duration
+from layertap.progress import Rate, format_bytes, format_duration
 from layertap.records import keys_xor
+from layertap.report import MAX_TABLE_ROWS, Report, Work, check_refused
+from layertap.run_records import RunRecord, RunRecords
 from layertap.shard_state import ShardState, ShardStatus
 from layertap.spec import FORMAT_VERSION, DTypeName, ExtractionSpec, LastHiddenState
 from layertap.store import Store
 from layertap.target_info import TargetInfo, inspect_target
-from layertap.versions import Version, Versions
-
-MAX_TABLE_ROWS = 100
-"""Rows of a table that a person looks at; the worst come first, the rest is counted."""
+from layertap.versions import Versions
 
 TRAINERS_THAT_NEED_LAST = ("speculators", "ModelOpt", "EAGLE-3 in SpecForge", "Automodel", "DeepSpec")
 """Trainers that read the last hidden state whatever their loss, so that `none` shuts them out."""
@@ -165,28 +164,6 @@ class Preview:
         return f"recorded; responses by: {provenance.get('responses', 'unknown')}"
 
 
-def check_refused(refused: Mapping[int, str], num_rows: int, max_share: float) -> None:
-    """Refuse a dataset with more unfit rows than the policy allows.
-
-    Raises:
-        TooManyRefusedError: with the first few reasons and the way out.
-    """
-    if len(refused) <= max_share * num_rows:
-        return
-    first = "".join(f"\n  {reason}" for reason in list(refused.values())[:5])
-    raise TooManyRefusedError(
-        f"{len(refused):,} of {num_rows:,} rows are refused, above the allowed share of {max_share:.2%}. "
-        f"Mend the dataset, or raise max_refused_share. The first of them:{first}"
-    )
-
-
-def format_bytes(num_bytes: float) -> str:
-    """`14.8 TB`, `503 MB`, `12 B`; powers of 1000."""
-    exponent = min(5, int(math.log(max(num_bytes, 1), 1000)))
-    scaled = num_bytes / 1000**exponent
-    return f"{scaled:.0f} B" if exponent == 0 else f"{scaled:.3g} {'kMGTP'[exponent - 1]}B"
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
     """How far a run is, as the store shows it."""
@@ -239,6 +216,9 @@ class Watch:
         self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
         self._rate = Rate()
         self._statuses: dict[int, ShardStatus] = {}
+        self._endings: dict[tuple[int, ShardState, int], dict[str, str]] = {}
+        self._started_at = time.monotonic()
+        self._first: RunProgress | None = None
 
     def poll(self) -> RunProgress:
         """Look once."""
@@ -255,7 +235,8 @@ class Watch:
         rows_done = sum(row["rows done"] for row in rows)
         self._rate.update(tokens_done, rows_done)
         states = Counter(str(status.state) for status in statuses.values())
-        return RunProgress(
+        shown = sorted(rows, key=lambda row: (ATTENTION.index(row["state"]), row["shard"]))[:MAX_TABLE_ROWS]
+        progress = RunProgress(
             num_tokens=self.plan.num_tokens,
             num_tokens_done=tokens_done,
             num_rows=self.plan.num_rows,
@@ -267,15 +248,41 @@ class Watch:
             num_claimable=states[ShardState.WAITING] + states[ShardState.STALE],
             lanes=dict(lanes),
             silent_lanes=frozenset(claim["lane"] for claim in held.values()) - lanes.keys(),
-            shards=sorted(rows, key=lambda row: (ATTENTION.index(row["state"]), row["shard"]))[
-                :MAX_TABLE_ROWS
-            ],
+            shards=[{**row, **self._ended(row["shard"])} for row in shown],
+        )
+        self._first, self._last = self._first or progress, progress
+        return progress
+
+    def work(self, bytes_per_token: int) -> Work:
+        """What was computed between the first look and the last."""
+        assert self._first is not None
+        num_tokens = self._last.num_tokens_done - self._first.num_tokens_done
+        return Work(
+            num_rows=self._last.num_rows_done - self._first.num_rows_done,
+            num_tokens=num_tokens,
+            num_bytes=num_tokens * bytes_per_token,
+            elapsed_s=time.monotonic() - self._started_at,
         )
 
     def failures(self) -> dict[int, str]:
         """Shards that had failed for good at the last look, with their last error."""
         failed = [k for k, status in self._statuses.items() if status.state == ShardState.FAILED]
         return {k: self.catalog.last_failure(self.plan.plan_id, k)["error"] for k in failed}
+
+    def _ended(self, shard: int) -> dict[str, str]:
+        """The lane of a shard that is settled, and the first line of a failure's error; each is read once."""
+        status, plan_id = self._statuses[shard], self.plan.plan_id
+        if status.state not in (ShardState.COMMITTED, ShardState.FAILED):
+            return {}
+        key = (shard, status.state, status.claim)
+        if key not in self._endings:
+            if status.state == ShardState.COMMITTED:
+                ending = {"lane": self.catalog.outcome(plan_id, shard).lane}
+            else:
+                failure = self.catalog.last_failure(plan_id, shard)
+                ending = {"lane": failure.get("lane", ""), "error": failure["error"].splitlines()[0]}
+            self._endings[key] = ending
+        return self._endings[key]
 
     def _row(self, shard: int, status: ShardStatus, claim: dict[str, Any]) -> dict[str, Any]:
         record = self.plan.shards[shard]
@@ -284,6 +291,7 @@ class Watch:
             "shard": shard,
             "state": str(status.state),
             "lane": claim.get("lane", ""),
+            "error": "",
             "claims": status.claim,
             "failures": status.num_failures,
             "rows": record.num_rows,
@@ -305,58 +313,6 @@ ATTENTION = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What came of a run."""
-
-    version: Version
-    num_rows: int
-    missing: dict[int, str]
-    """Row of the dataset -> why it isn't stored."""
-
-    failures: dict[int, str]
-    """Shard that failed for good -> its last error."""
-
-    def check(self, max_refused_share: float) -> None:
-        """Fail when rows were not extracted, or when more are refused than the policy allows.
-
-        Raises:
-            TooManyRefusedError: with the reasons and the way out.
-        """
-        if self.failures:
-            first = next(iter(self.failures.items()))
-            raise TooManyRefusedError(
-                f"{len(self.failures):,} shards failed, shard {first[0]} with: {first[1]}. "
-                "Start the same run again to retry them: only what is missing is computed"
-            )
-        if not self.version.complete:
-            raise TooManyRefusedError(
-                f"version {self.version.number} is incomplete: {len(self.missing):,} of {self.num_rows:,} "
-                "rows are missing, not all of them refused. Start the same run again: only what is missing "
-                "is computed"
-            )
-        check_refused(self.missing, self.num_rows, max_refused_share)
-
-    def markdown(self) -> str:
-        """The report for a person."""
-        num_stored = self.num_rows - len(self.missing)
-        lines = [
-            f"**{num_stored:,} of {self.num_rows:,} rows** are stored in version {self.version.number}"
-            f" ({'complete' if self.version.complete else 'incomplete'}).",
-        ]
-        if self.failures:
-            lines += ["", "| shard | last error |", "| --- | --- |"]
-            lines += [
-                f"| {k} | {e.splitlines()[0]} |" for k, e in list(self.failures.items())[:MAX_TABLE_ROWS]
-            ]
-            lines += ["", "Start the same run again to retry them: only what is missing is computed."]
-        if self.missing:
-            lines += ["", "| row | why it is missing |", "| --- | --- |"]
-            lines += [f"| {k} | {reason} |" for k, reason in list(self.missing.items())[:MAX_TABLE_ROWS]]
-            lines += ["", f"{len(self.missing):,} rows are missing in all; the version names every one."]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """One run on one root, from its plan to its version."""
 
@@ -373,8 +329,23 @@ class Run:
     """The newest version when the run was planned."""
 
     @classmethod
-    def prepare(cls, store: Store, settings: RunSettings) -> Self:
+    def prepare(
+        cls,
+        store: Store,
+        settings: RunSettings,
+        *,
+        request: Mapping[str, Any] | None = None,
+        started_by: str = "",
+        shards: Collection[int] = (),
+    ) -> Self:
         """Check the store and the input, then write the plan or take up an unfinished one.
+
+        Args:
+            store: the root.
+            settings: what to do.
+            request: the same in the starter's words, kept in the root so that it can be asked for again.
+            started_by: who starts it, such as a flow run's id.
+            shards: of an unfinished plan, those to try again after they failed; all of them by default.
 
         Raises:
             StoreRefusedError: the store lacks a permission or a feature that the run needs.
@@ -391,12 +362,21 @@ class Run:
         )
         rows = preview.scan.unique(settled=catalog.settled().keys)
         plan = preview.plan(rows)
-        record = _plan_record(catalog, preview, plan, rows) if len(rows) else None
+        record = _plan_record(catalog, preview, plan, rows, shards) if len(rows) else None
         table = preview.table(plan)
         if record is not None:
             how = "goes on with" if record.plan_id != plan.plan_id else "is"
             table.append(("plan", f"{how} {record.plan_id}: {len(record.shards):,} shards"))
         run_id = secrets.token_hex(8)
+        RunRecords(store).put(
+            RunRecord(
+                run_id=run_id,
+                plan_id=record.plan_id if record else None,
+                started_at=now(),
+                started_by=started_by,
+                request=dict(request or {}),
+            )
+        )
         return cls(run_id=run_id, catalog=catalog, preview=preview, plan=record, table=table, parent=parent)
 
     def watch(self) -> Watch:
@@ -422,11 +402,14 @@ class Run:
         self._check_dataset_unchanged()
         versions, preview = Versions(self.catalog.store), self.preview
         version = versions.publish(preview.dataset, preview.scan, self.catalog.settled(), parent=self.parent)
+        bytes_per_token = preview.spec.bytes_per_token(preview.info.hidden_size)
         return Report(
+            uri=self.catalog.store.uri,
             version=version,
             num_rows=preview.dataset.num_rows,
             missing=versions.missing(version),
             failures=watch.failures() if watch else {},
+            work=watch.work(bytes_per_token) if watch else Work(),
         )
 
     def _check_dataset_unchanged(self) -> None:
@@ -442,15 +425,26 @@ class Run:
             )
 
 
-def _plan_record(catalog: Catalog, preview: Preview, plan: Plan, rows: NDArray[np.int64]) -> PlanRecord:
-    """The unfinished plan that computes exactly these rows, ready to be worked on again, or a new one."""
+def _plan_record(
+    catalog: Catalog, preview: Preview, plan: Plan, rows: NDArray[np.int64], shards: Collection[int]
+) -> PlanRecord:
+    """The unfinished plan that computes exactly these rows, ready to be worked on again, or a new one.
+
+    Raises:
+        InputError: it has none of the `shards` that are to be tried again.
+    """
     record = _adoptable(catalog, plan) or catalog.put_plan(
         plan,
         lambda k: preview.dataset.input_ids(int(rows[plan.rows[k]]))[: preview.spec.max_length],
         max_batch_bytes=preview.estimate(plan).max_batch_bytes,
     )
+    if strangers := sorted(set(shards) - set(catalog.without_outcome(record.plan_id))):
+        raise InputError(
+            f"shards {strangers} of plan {record.plan_id} can't be tried again: they are committed, or the "
+            "plan isn't that of the dataset as it is now. Leave the shards out to do all that is missing"
+        )
     for shard, status in Watcher(catalog, record.plan_id).poll().items():
-        if status.claim and status.state not in HAS_OUTCOME:
+        if status.claim and status.state not in HAS_OUTCOME and (not shards or shard in shards):
             catalog.retry(record.plan_id, shard, status.claim)
     return record
 

@@ -1,5 +1,6 @@
 """Rates, ETA by tokens, and where the time goes."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -98,3 +99,10 @@ def format_duration(seconds: float | None) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {whole_s:02d} s" if minutes else f"{whole_s} s"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`14.8 TB`, `503 MB`, `12 B`; powers of 1000."""
+    exponent = min(5, int(math.log(max(num_bytes, 1), 1000)))
+    scaled = num_bytes / 1000**exponent
+    return f"{scaled:.0f} B" if exponent == 0 else f"{scaled:.3g} {'kMGTP'[exponent - 1]}B"

@@ -12,6 +12,7 @@ from typing import Any, cast
 from uuid import UUID
 
 import httpx
+from prefect import get_run_logger
 from prefect.artifacts import (
     create_markdown_artifact,
     create_progress_artifact,
@@ -22,13 +23,15 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import PrefectHTTPStatusError
 
-from layertap.coordinator import Report, RunProgress
+from layertap.coordinator import RunProgress
+from layertap.report import Report
 
 PLAN, PROGRESS, SHARDS, OUTCOME = "layertap-plan", "layertap-progress", "layertap-shards", "layertap-outcome"
 """Keys of the artifacts."""
 
 PROGRESS_EVERY_S = 5.0
 SHARDS_EVERY_S = 30.0
+LINE_EVERY_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -62,24 +65,31 @@ class ProgressBoard:
     def __init__(self) -> None:
         self._progress = cast(UUID, create_progress_artifact(0.0, PROGRESS, "starting lanes"))
         self._shards = cast(UUID, create_table_artifact([], SHARDS, "no shard yet"))
-        self._progress_due = self._shards_due = time.monotonic()
+        self._progress_due = self._shards_due = self._line_due = time.monotonic()
 
     def show(self, progress: RunProgress, *, last: bool = False) -> None:
         """Show `progress` unless the last update was a moment ago; the last one is always shown."""
         now = time.monotonic()
+        if last or now >= self._line_due:
+            self._line_due = now + LINE_EVERY_S
+            get_run_logger().info("%s; %s", progress, _counts(progress))
         with server_may_be_away():
             if last or now >= self._progress_due:
                 self._progress_due = now + PROGRESS_EVERY_S
                 update_progress_artifact(self._progress, progress.percent, description=str(progress))
             if last or now >= self._shards_due:
                 self._shards_due = now + SHARDS_EVERY_S
-                _update_table(self._shards, progress.shards, _counts(progress))
+                _update_table(self._shards, progress.shards, f"{_counts(progress)}. {_which(progress)}")
 
 
 def _counts(progress: RunProgress) -> str:
     counts = ", ".join(f"{number:,} {state}" for state, number in sorted(progress.shards_by_state.items()))
     total = sum(progress.shards_by_state.values())
-    return f"{total:,} shards: {counts}. Shown are {len(progress.shards):,}, those that need a look first"
+    return f"{total:,} shards: {counts}"
+
+
+def _which(progress: RunProgress) -> str:
+    return f"Shown are {len(progress.shards):,}, those that need a look first"
 
 
 def _update_table(artifact: UUID, table: list[dict[str, Any]], description: str) -> None:

@@ -9,8 +9,16 @@ import pytest
 from layertap import coordinator as coordinator_module
 from layertap import lane as lane_module
 from layertap.coordinator import Preview, Run
-from layertap.errors import DatasetError, SpecError, SpecMismatchError, TooManyRefusedError
+from layertap.errors import (
+    CatalogError,
+    DatasetError,
+    InputError,
+    SpecError,
+    SpecMismatchError,
+    TooManyRefusedError,
+)
 from layertap.plan import PlanSettings
+from layertap.run_records import RunRecords
 from layertap.shard_state import ShardState
 from layertap.store import Store
 from layertap.versions import Versions
@@ -106,11 +114,12 @@ def test_failed_shards_fail_the_run_by_name_and_the_same_run_again_retries_them(
     for number, lane in enumerate(("lane-a", "lane-b"), start=1):
         claim = run.catalog.claim(plan_id, 0, number, lane=lane, details={})
         assert claim is not None
-        run.catalog.fail(claim, {"error": f"CudaError: broken on {lane}"})
+        run.catalog.fail(claim, {"lane": lane, "error": f"CudaError: broken on {lane}"})
     run_lane(folder_store, plan_id, target)
     watch = run.watch()
     seen = watch.poll()
     assert seen.finished and seen.percent < 100
+    assert (seen.shards[0]["lane"], seen.shards[0]["error"]) == ("lane-b", "CudaError: broken on lane-b")
 
     report = run.publish(watch)
     assert not report.version.complete
@@ -190,6 +199,7 @@ def test_progress_counts_what_is_settled_and_what_lanes_report(
         "rows done": 4,
         "tokens": plan.shards[1].num_tokens,
         "tokens done": 100,
+        "error": "",
     }
     assert not seen.finished
     run.catalog.release(claim)
@@ -197,6 +207,14 @@ def test_progress_counts_what_is_settled_and_what_lanes_report(
     end = watch.poll()
     assert end.finished and end.percent == 100 and end.eta_s == 0
     assert end.shards_by_state == {ShardState.COMMITTED: len(plan.shards)}
+    assert {row["lane"] for row in end.shards} == {"lane-0"}
+    report = run.publish(watch)
+    assert (report.work.num_rows, report.work.num_tokens) == (40, plan.num_tokens)
+    assert report.work.num_bytes < sum(
+        run.catalog.outcome(plan_id, k).nbytes for k in range(len(plan.shards))
+    )
+    assert f'HiddenStates("{folder_store.uri}", version=1)' in report.markdown()
+    assert str(Run.prepare(folder_store, run.preview.settings).publish()).endswith("; 0 rows computed now")
 
 
 def test_bad_rows_within_the_policy_are_named_and_beyond_it_refused_before_any_work(
@@ -268,3 +286,34 @@ def test_a_dataset_cut_short_or_replaced_during_the_run(
         opened.truncate(100)
     with pytest.raises(DatasetError, match=file.name):
         run.publish()
+
+
+def test_a_root_remembers_what_its_runs_were_asked_to_do(
+    folder_store: Store, tmp_path: Path, target: str
+) -> None:
+    settings = settings_for(save_rows(some_rows(40), tmp_path / "rows"), target)
+    with pytest.raises(CatalogError, match="no run has left its settings in .*: start an extraction on it"):
+        RunRecords(folder_store).latest()
+    first = Run.prepare(folder_store, settings, request={"root": "a"}, started_by="flow-run-1")
+    Run.prepare(folder_store, settings)
+    record = RunRecords(folder_store).latest()
+    assert (record.run_id, record.plan_id) == (first.run_id, plan_id_of(first))
+    assert (record.request, record.started_by) == ({"root": "a"}, "flow-run-1")
+    assert len(RunRecords(folder_store).all()) == 2
+
+
+def test_chosen_shards_are_tried_again_and_no_others(
+    folder_store: Store, tmp_path: Path, target: str
+) -> None:
+    settings = settings_for(save_rows(some_rows(40), tmp_path / "rows"), target)
+    run = Run.prepare(folder_store, settings)
+    for shard in (0, 1):
+        for number, lane in enumerate(("lane-a", "lane-b"), start=1):
+            claim = run.catalog.claim(plan_id_of(run), shard, number, lane=lane, details={})
+            assert claim is not None
+            run.catalog.fail(claim, {"error": "broken"})
+    again = Run.prepare(folder_store, settings, shards=[1])
+    assert again.watch().poll().shards_by_state[ShardState.FAILED] == 1
+    assert 1 in [o.shard for o in run_lane(folder_store, plan_id_of(run), target).committed]
+    with pytest.raises(InputError, match=r"shards \[1\] of plan .* can't be tried again: they are committed"):
+        Run.prepare(folder_store, settings, shards=[0, 1])

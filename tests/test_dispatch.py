@@ -19,7 +19,7 @@ class OfflineLanes(Lanes):
     """Lanes whose Prefect states the test sets."""
 
     def __init__(self, num_lanes: int) -> None:
-        super().__init__(num_lanes, {})
+        super().__init__(num_lanes, {}, [])
         self.ended: list[str] = []
 
     def _look(self) -> None:

@@ -5,10 +5,14 @@ from typing import Any
 import pytest
 import yaml
 from prefect.flows import load_flow_from_entrypoint
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import build_error_obj, validate
 from pydantic import ValidationError
 
 from deployments.bootstrap import PREFECT_FILE
-from flows.parameters import Extraction, Preparation
+from flows.extract import extract_hidden_states
+from flows.parameters import Advanced, Extraction, Preparation
+from layertap.errors import InputError
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(PREFECT_FILE.read_text())["deployments"]
 
@@ -33,31 +37,52 @@ def test_lanes_go_to_the_gpu_pool_and_all_else_to_the_control_pool() -> None:
     assert set(pools.values()) == {"layertap-control"}
 
 
+BAD_VALUES = [
+    ("layer_ids", [-1]),
+    ("layer_ids", []),
+    ("root", "/absolute"),
+    ("root", "a/../b"),
+    ("root", ""),
+    ("storage", "layertap"),
+    ("storage", "gcs-bucket/layertap"),
+    ("last_hidden_state", "both"),
+    ("max_length", 0),
+    ("num_lanes", 0),
+    ("target", ""),
+]
+
+BAD_ADVANCED = [("dtype", "int8"), ("max_refused_share", 1.5), ("shard_tokens", 0), ("id_column", "")]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("layer_ids", [3, 1]),
-        ("layer_ids", [1, 1]),
-        ("layer_ids", [-1]),
-        ("layer_ids", []),
-        ("root", "/absolute"),
-        ("root", "a/../b"),
-        ("root", ""),
-        ("storage", "layertap"),
-        ("storage", "gcs-bucket/layertap"),
-        ("dtype", "int8"),
-        ("last_hidden_state", "both"),
-        ("max_length", 0),
-        ("max_refused_share", 1.5),
-        ("num_lanes", 0),
-        ("shard_tokens", 0),
-        ("target", ""),
-        ("layers", [1]),
-    ],
+    [*BAD_VALUES, *BAD_ADVANCED, ("layer_ids", [3, 1]), ("layer_ids", [1, 1]), ("layers", [1])],
 )
 def test_a_bad_value_is_refused_by_its_name(field: str, value: Any) -> None:
-    with pytest.raises(ValidationError, match=field):
-        Extraction.model_validate({**FORM, field: value})
+    with pytest.raises(InputError, match=field):
+        Extraction.of({**FORM, field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [*BAD_VALUES, *BAD_ADVANCED, ("drafter", "given too")])
+def test_the_form_itself_refuses_a_bad_value_before_a_run_starts(field: str, value: Any) -> None:
+    """As Prefect's server and both UIs check it: against the deployment's JSON schema."""
+    schema = parameter_schema(extract_hidden_states).model_dump_for_openapi()
+    form = {**FORM, "advanced": {field: value}} if (field, value) in BAD_ADVANCED else {**FORM, field: value}
+    errors = str(build_error_obj(validate({"extraction": form}, schema)))
+    assert field in errors or (field == "drafter" and "layer_ids" in errors)
+    assert not validate({"extraction": FORM}, schema)
+    assert not validate({"extraction": {**FORM, "layer_ids": [], "drafter": "there"}}, schema)
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match="no shard_token; it has dataset, .*shard_tokens"):
+        Extraction.of({**FORM, "shard_token": 3})
+
+
+def test_runs_are_named_by_root_and_dataset() -> None:
+    extraction = Extraction.of({**FORM, "dataset": "/data/chats/"})
+    assert extraction.run_name == "model/run-1 from chats"
+    assert extraction.tags == ["root:model/run-1", "dataset:chats", "target:model"]
 
 
 def test_layers_come_from_a_list_or_a_drafter_but_not_both() -> None:
@@ -66,7 +91,7 @@ def test_layers_come_from_a_list_or_a_drafter_but_not_both() -> None:
 
 
 def test_the_form_becomes_the_settings_it_says() -> None:
-    settings = Extraction.model_validate(
+    settings = Extraction.of(
         {**FORM, "split": "train", "id_column": "uid", "shard_tokens": 10, "max_refused_share": 0.5}
     ).settings()
     assert (settings.layer_ids, settings.split, settings.revision) == ((1, 3), "train", None)
@@ -78,6 +103,6 @@ def test_the_form_becomes_the_settings_it_says() -> None:
 
 
 def test_forms_have_a_description_for_every_field() -> None:
-    for form in (Extraction, Preparation):
+    for form in (Extraction, Advanced, Preparation):
         missing = [name for name, field in form.model_fields.items() if not field.description]
         assert not missing

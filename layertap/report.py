@@ -1,0 +1,126 @@
+"""What came of a run, for a person and for the exit code."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from layertap.errors import TooManyRefusedError
+from layertap.progress import format_bytes, format_duration
+from layertap.versions import Version
+
+MAX_TABLE_ROWS = 100
+"""Rows of a table that a person looks at; the worst come first, the rest is counted."""
+
+
+def check_refused(refused: Mapping[int, str], num_rows: int, max_share: float) -> None:
+    """Refuse a dataset with more unfit rows than the policy allows.
+
+    Raises:
+        TooManyRefusedError: with the first few reasons and the way out.
+    """
+    if len(refused) <= max_share * num_rows:
+        return
+    first = "".join(f"\n  {reason}" for reason in list(refused.values())[:5])
+    raise TooManyRefusedError(
+        f"{len(refused):,} of {num_rows:,} rows are refused, above the allowed share of {max_share:.2%}. "
+        f"Mend the dataset, or raise max_refused_share. The first of them:{first}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a run has computed, beside what the store held before it."""
+
+    num_rows: int = 0
+    num_tokens: int = 0
+
+    num_bytes: int = 0
+    """Bytes of hidden states and token ids."""
+
+    elapsed_s: float = 0.0
+    """From the first look at the plan to the last, lanes' loading included."""
+
+    def __str__(self) -> str:
+        if not self.num_rows:
+            return "0 rows computed now"
+        rate = self.num_tokens / self.elapsed_s
+        return (
+            f"{self.num_rows:,} rows computed now: {self.num_tokens:,} tokens, "
+            f"{format_bytes(self.num_bytes)} in {format_duration(self.elapsed_s)}, {rate:,.0f} tokens/s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What came of a run."""
+
+    uri: str
+    """Address of the root."""
+
+    version: Version
+    num_rows: int
+    missing: dict[int, str]
+    """Row of the dataset -> why it isn't stored."""
+
+    failures: dict[int, str]
+    """Shard that failed for good -> its last error."""
+
+    work: Work
+
+    def check(self, max_refused_share: float) -> None:
+        """Fail when rows were not extracted, or when more are refused than the policy allows.
+
+        Raises:
+            TooManyRefusedError: with the reasons and the way out.
+        """
+        if self.failures:
+            first = next(iter(self.failures.items()))
+            raise TooManyRefusedError(
+                f"{len(self.failures):,} shards failed, shard {first[0]} with: {first[1]}. "
+                f"`layertap failures {self.uri}` tells more. Start the same run again, or press Retry, to "
+                "retry them: only what is missing is computed"
+            )
+        if not self.version.complete:
+            raise TooManyRefusedError(
+                f"version {self.version.number} is incomplete: {len(self.missing):,} of {self.num_rows:,} "
+                "rows are missing, not all of them refused. Start the same run again: only what is missing "
+                "is computed"
+            )
+        check_refused(self.missing, self.num_rows, max_refused_share)
+
+    def __str__(self) -> str:
+        num_stored = self.num_rows - len(self.missing)
+        return (
+            f"{num_stored:,} of {self.num_rows:,} rows are stored, {len(self.missing):,} are missing: "
+            f"version {self.version.number} of {self.uri}; {self.work}"
+        )
+
+    def markdown(self) -> str:
+        """The report for a person."""
+        version = self.version
+        kind = "complete" if version.complete else "incomplete"
+        lines = [
+            f"**{version.num_stored:,} of {self.num_rows:,} rows** are stored in version {version.number} "
+            f"({kind}): {version.num_tokens:,} tokens.",
+            "",
+            f"{self.work}.",
+            "",
+            "```python",
+            f'HiddenStates("{self.uri}", version={version.number})',
+            "```",
+        ]
+        if self.failures:
+            lines += ["", *_table(("shard", "last error"), self.failures), ""]
+            lines += [f"More of them: `layertap failures {self.uri}`. "]
+            lines += ["Press Retry, or start the same run again: only what is missing is computed."]
+        if self.missing:
+            lines += ["", *_table(("row", "why it is missing"), self.missing)]
+            lines += ["", f"{len(self.missing):,} rows are missing in all; the version names every one."]
+        return "\n".join(lines)
+
+
+def _table(heads: Iterable[str], cells: Mapping[int, str]) -> list[str]:
+    """A Markdown table of the first rows; a cell is the first line of its text."""
+    rows = [
+        (str(k), text.splitlines()[0].replace("|", "\\|")) for k, text in list(cells.items())[:MAX_TABLE_ROWS]
+    ]
+    return [f"| {' | '.join(row)} |" for row in (tuple(heads), ("---", "---"), *rows)]
