@@ -110,7 +110,7 @@ class Extractor:
         target: the target, self-checked.
         store: where files go.
         max_batch_bytes: bytes of the rows of the plan's largest batch; it sizes the slots.
-        clock: where the device's seconds are counted.
+        clock: where the lane's seconds are counted.
         num_slots: batches that may be between the device and the store.
     """
 
@@ -237,11 +237,8 @@ class _Shard:
             self._extractor.device_lock.release()
 
     def drain(self) -> ShardResult:
-        """Wait for the last files, then write the index.
-
-        These seconds are the shard's alone: the device may be with the next one.
-        """
-        with self._clock.spent("waiting for the store"):
+        """Wait for the last files, then write the index, while the device may be with the next shard."""
+        with self._spent("waiting for the store"):
             while wait(self._writes, timeout=1.0, return_when=FIRST_EXCEPTION).not_done:
                 self._check()
             stored = [write.result() for write in self._writes]

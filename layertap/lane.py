@@ -99,7 +99,8 @@ class Lane:
         self.run = run
         self.name = name
         self.clock = Clock()
-        self._opened_at = time.monotonic()
+        """Where the lane's seconds go, from now on."""
+
         self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
         self._held: dict[int, _Held] = {}
         self._failed_here: set[int] = set()
@@ -146,7 +147,7 @@ class Lane:
         with self.clock.spent("loading"):
             self.target = Target.load(source, spec=root.spec, revision=revision, device=self.device)
         self.self_check()
-        with self.clock.spent("storing the target's files"):
+        with self.clock.spent("loading"):
             store_target(self.catalog.store, self.target)
         self.extractor = Extractor(
             self.target, self.catalog.store, max_batch_bytes=self.plan.max_batch_bytes, clock=self.clock
@@ -189,6 +190,10 @@ class Lane:
 
         Shards that failed on this lane come last: another lane may have more luck with them.
         """
+        with self.clock.spent("waiting for the store"):
+            return self._claim()
+
+    def _claim(self) -> Claim | None:
         states = self._poll()
         free = [k for k, state in states.items() if state in (ShardState.WAITING, ShardState.STALE)]
         for shard in sorted(free, key=lambda k: (k in self._failed_here, k)):
@@ -237,13 +242,16 @@ class Lane:
             ended_at=now(),
             **vars(result),
         )
-        held.outcome = self.catalog.commit(claim, outcome)
+        with self.clock.spent("waiting for the store"):
+            held.outcome = self.catalog.commit(claim, outcome)
         return held.outcome
 
     def _extract(self, claim: Claim, attempt: str, on_progress: Callable[[int, int], None]) -> ShardResult:
+        with self.clock.spent("waiting for data"):
+            rows = self.catalog.shard_rows(self.plan.plan_id, claim.shard)
         try:
             return self.extractor.extract_shard(
-                self.catalog.shard_rows(self.plan.plan_id, claim.shard),
+                rows,
                 self.catalog.attempt_prefix(self.plan.plan_id, claim.shard, attempt),
                 on_progress=on_progress,
                 should_stop=self.check_stopped,
@@ -305,12 +313,6 @@ class Lane:
             progress = {"counter": counter, "num_tokens": held.num_tokens, "num_rows": held.num_rows}
             self.catalog.beat(held.claim, {**progress, "lane": self.name, "beat_at": now()})
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Where the lane's seconds have gone, all of them."""
-        spent = self.clock.seconds
-        return {**spent, "other": time.monotonic() - self._opened_at - sum(spent.values())}
-
     def end(self) -> None:
         """Have shards in flight stop at their next batch."""
         self._ending.set()
@@ -369,7 +371,7 @@ def work_through(lane: Lane, submit: Callable[[Claim], ShardFuture]) -> LaneRepo
                     num_in_flight -= 1
                     _settle(lane, report, *finished)
             elif not lane.wait_for_work():
-                report.seconds = lane.seconds
+                report.seconds = lane.clock.seconds
                 return report
     finally:
         lane.end()

@@ -1,51 +1,111 @@
-"""Rates, ETA by tokens, and where the time goes."""
+"""Where a lane's seconds go and what holds it up; tokens and rows a second, and the time that is left."""
 
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 SpentOn = Literal[
-    "loading",
-    "self-check",
-    "storing the target's files",
-    "forward",
-    "waiting for data",
-    "waiting for the store",
-    "other",
+    "compiling", "self-check", "forward", "loading", "waiting for data", "waiting for the store", "other"
 ]
-"""What a second of a lane's device can go to."""
+"""What a second of a lane can go to. Where several are true of it, it counts under the first of them."""
+
+SPENT_ON: tuple[SpentOn, ...] = get_args(SpentOn)
+
+START: tuple[SpentOn, ...] = ("loading", "compiling", "self-check")
+"""What a lane does before its first shard, and seldom after it."""
+
+NOTEWORTHY_WAIT = 0.1
+"""Share of a lane's working time from which a wait, and not the forward pass, is what holds it up."""
+
+WAYS_OUT: Mapping[SpentOn, str] = {
+    "waiting for data": "a faster way from the store to this host, or fewer other processes on its cores",
+    "waiting for the store": "more upload bandwidth or fewer lanes on it",
+    "other": "the lane had no shard, or one that waited for another try",
+}
+"""What would make a wait shorter; for `other`, what it is."""
 
 
 class Clock:
-    """Seconds by what they were spent on; safe to share between threads."""
+    """Every second since the clock was made, under exactly one name. Safe to share between threads.
 
-    def __init__(self) -> None:
+    Threads enter blocks of their own, and blocks may lie in one another. A second in which the clock is in
+    several counts under the name that comes first in `SpentOn`; in none, under `other`.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._lock = threading.Lock()
-        self._seconds: dict[str, float] = {}
+        self._entered: Counter[SpentOn] = Counter()
+        self._seconds: dict[SpentOn, float] = dict.fromkeys(SPENT_ON, 0.0)
+        self._booked_until = now()
 
     @contextmanager
     def spent(self, on: SpentOn) -> Iterator[None]:
         """Count the seconds of the block under `on`, also when it raises."""
-        start = time.perf_counter()
+        self._turn(on, 1)
         try:
             yield
         finally:
-            self.add(on, time.perf_counter() - start)
-
-    def add(self, on: SpentOn, elapsed_s: float) -> None:
-        """Count `elapsed_s` seconds under `on`."""
-        with self._lock:
-            self._seconds[on] = self._seconds.get(on, 0.0) + elapsed_s
+            self._turn(on, -1)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds so far, by what they were spent on."""
+        """All seconds so far, by what they were spent on; what took none is left out."""
         with self._lock:
-            return dict(self._seconds)
+            self._book()
+            return {on: spent_s for on, spent_s in self._seconds.items() if spent_s}
+
+    def _turn(self, on: SpentOn, change: int) -> None:
+        with self._lock:
+            self._book()
+            self._entered[on] += change
+
+    def _book(self) -> None:
+        until = self._now()
+        on: SpentOn = next((on for on in SPENT_ON if self._entered[on]), "other")
+        self._seconds[on] += until - self._booked_until
+        self._booked_until = until
+
+
+def bottleneck(seconds: Mapping[str, float], *, device: str) -> str:
+    """What holds a lane up, as one sentence without a full stop.
+
+    A device that has to wait for more than a tenth of its working time is held up by what it waits for,
+    however much of the rest goes into the forward pass.
+
+    Args:
+        seconds: the lane's seconds by what they went to, all of them.
+        device: what computes: `GPU` or `CPU`.
+    """
+    total_s = sum(seconds.values())
+    start_s = sum(seconds.get(on, 0.0) for on in START)
+    if start_s > total_s / 2:
+        what = max(START, key=lambda on: seconds.get(on, 0.0))
+        return (
+            f"bound by its start: {_percent(start_s, total_s)} of {format_duration(total_s)} gone before the "
+            f"work, most of it in {what}; a longer plan or fewer lanes would spread it"
+        )
+    working_s = total_s - start_s
+    waits = {on: seconds.get(on, 0.0) for on in WAYS_OUT}
+    wait = max(waits, key=lambda on: waits[on])
+    if not working_s:
+        return "not at work yet"
+    if waits[wait] < NOTEWORTHY_WAIT * working_s:
+        share = _percent(seconds.get("forward", 0.0), working_s)
+        return f"bound by the {device}: {share} of the time in the forward pass"
+    share = _percent(waits[wait], working_s)
+    if wait == "other":
+        return f"bound by none of {device}, data and store: {share} of the time elsewhere; {WAYS_OUT[wait]}"
+    thing = wait.removeprefix("waiting for ").removeprefix("the ")
+    return f"bound by the {thing}: {share} of the time waiting for it; {WAYS_OUT[wait]} would speed it up"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %"
 
 
 class Rate:

@@ -201,7 +201,7 @@ def test_seconds_are_counted_for_the_shard_and_the_device(store):
     clock = Clock()
     with extractor_of(target_of(), store, clock) as extractor:
         result = run(extractor, rows_of(BATCHES))
-    assert {"forward", "waiting for data", "waiting for the store"} == set(result.seconds)
+    assert {"forward", "waiting for data", "waiting for the store"} <= set(result.seconds)
     assert result.seconds["forward"] == pytest.approx(clock.seconds["forward"], rel=0.2, abs=0.01)
 
 
