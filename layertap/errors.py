@@ -11,6 +11,7 @@
     │   ├── AlreadyExistsError create-once lost: somebody wrote this key first
     │   └── StoreRefusedError  forbidden, no bucket, quota, no space: never retried
     ├── CatalogError           what the root holds forbids the operation
+    │   ├── MissingRowError    a row of the dataset isn't stored; says why
     │   ├── SpecMismatchError  the root belongs to another extraction
     │   └── FormatError        written by a newer format than this version reads
     ├── IntegrityError         bytes read back aren't the bytes that were written
@@ -76,6 +77,10 @@ class StoreRefusedError(StoreError):
 
 class CatalogError(LayertapError):
     """What the root holds forbids the operation."""
+
+
+class MissingRowError(CatalogError):
+    """A row of the dataset isn't stored."""
 
 
 class SpecMismatchError(CatalogError):

@@ -1,15 +1,15 @@
-"""Hidden states for trainers: random access to the rows of a version.
+"""Hidden states for trainers: random access to the rows of a version, and shuffled streams of them.
 
 Shapes: T tokens of a row, L layers, H hidden size.
 """
 
-import hashlib
-import mmap
+import copy
 import operator
-import os
-import weakref
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,90 +18,152 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from layertap.cache import DiskCache
 from layertap.catalog import Catalog
-from layertap.errors import CatalogError, IntegrityError, NotFoundError
-from layertap.records import keys_of
-from layertap.store import Store, crc64nvme
+from layertap.collate import Row, pack
+from layertap.epoch import EpochSettings, RowPlaces, Rows
+from layertap.errors import CatalogError, MissingRowError, SpecMismatchError
+from layertap.records import sortable
+from layertap.rows import StoredRows
+from layertap.spec import ExtractionSpec, LastHiddenState
+from layertap.store import Store
 from layertap.versions import Version, Versions
 
-COLUMNS = [
-    "index",
-    "extraction_key",
-    "loss_mask",
-    "num_tokens",
-    "file",
-    "offset",
-    "nbytes",
-    "crc64nvme",
-    "reason",
-]
+if TYPE_CHECKING:
+    from layertap.stream import Collate, RowStream
 
-MAX_LIVE_MAPS = 256
-"""A mapped row takes a file descriptor as long as the program holds it; beyond so many, rows are copied."""
+THREADS = 16
+"""Requests at once."""
 
-_live_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+CACHE_BYTES = 100 << 30
 
 
-class HiddenStates(Dataset[dict[str, Any]]):
+class HiddenStates(Dataset[Row]):
     """The stored rows of a dataset, in its order: a map-style dataset for `torch.utils.data.DataLoader`.
 
-    On S3 a row is one range request; on a folder it is mapped into memory, privately: writing to a tensor
-    changes neither the file nor what is read next. Rows differ in length, so a DataLoader needs
-    `batch_size=None` or a `collate_fn`. Workers may be spawned or forked; Python itself may hang
-    where a process with busy threads forks, so spawn them there.
+    On S3 a row is one range request, and neighbours that are asked for together are one; on a folder they are
+    mapped into memory, privately: writing to a tensor changes neither the file nor what is read next. Each
+    row is checked against its CRC64NVME and its tokens, and fetched once more if it fails.
+
+    Rows differ in length, so a DataLoader needs `batch_size=None` or a `collate_fn`, such as
+    `layertap.collate.pack`. Workers may be spawned or forked; Python itself may hang where a process with
+    busy threads forks, so spawn them there. For training, `stream` shuffles and reads faster.
 
     Args:
         store: the root: a path, `s3://bucket/prefix`, or a Store.
         version: which version; by default the newest complete one.
+        join: a second root of the same target with other layers, or its HiddenStates. A row then has the
+            layers of both; a row that one of them lacks is missing.
+        cache_dir: a folder on a local disk where rows of a remote store are kept for the next epoch.
+        cache_bytes: the most that lies in it. Processes of a host may share it.
 
     Raises:
         CatalogError: no extraction there, no such version, or one of another extraction.
+        SpecMismatchError: the joined root is of another target or dtype.
         FormatError: written by a newer major format than this layertap reads.
+        InputError: `cache_bytes` is no positive integer.
     """
 
-    def __init__(self, store: Store | str | Path, *, version: int | None = None) -> None:
-        self.store = store if isinstance(store, Store) else Store.open(store)
-        self.spec = Catalog(self.store).root().spec
-        self.version = _choose(self.store, version)
-        if self.version.spec_fingerprint != self.spec.fingerprint:
-            raise CatalogError(
-                f"version {self.version.number} of {self.store.uri} is of another extraction (spec "
-                f"{self.version.spec_fingerprint}) than its layertap.json (spec {self.spec.fingerprint}): "
-                "read another version, or restore the layertap.json it was made for"
-            )
-        self._load()
+    def __init__(
+        self,
+        store: Store | str | Path,
+        *,
+        version: int | None = None,
+        join: "HiddenStates | Store | str | Path | None" = None,
+        cache_dir: str | Path | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        if join is not None and not isinstance(join, HiddenStates):
+            join = HiddenStates(join, cache_dir=cache_dir, cache_bytes=cache_bytes)
+        store = store if isinstance(store, Store) else Store.open(store)
+        spec = Catalog(store).root().spec
+        cache = _open_cache(store, spec, cache_dir, cache_bytes)
+        self._join = join
+        self._load(StoredRows(store, _choose(store, version), cache))
 
-    def _load(self) -> None:
-        table = Versions(self.store).rows(self.version, COLUMNS)
-        is_missing = table["reason"].is_valid()
-        missing = table.filter(is_missing)
-        self.missing = pa.table({"row": missing["index"], "reason": missing["reason"]})
-        stored = table.filter(is_missing.to_numpy() == 0)
-        file: Any = stored["file"].unify_dictionaries().combine_chunks()
-        self._files: list[str] = file.dictionary.to_pylist()
-        self._file: NDArray[np.int32] = file.indices.to_numpy()
-        self._keys = keys_of(stored["extraction_key"].combine_chunks())
-        self._masks = stored["loss_mask"]
-        self._rows: NDArray[np.int64] = stored["index"].to_numpy()
-        self._offset: NDArray[np.int64] = stored["offset"].to_numpy()
-        self._nbytes: NDArray[np.int64] = stored["nbytes"].to_numpy()
-        self._crc64nvme: NDArray[np.uint64] = stored["crc64nvme"].to_numpy()
-        self.num_tokens: NDArray[np.int32] = stored["num_tokens"].to_numpy()
-        """[len(self)] tokens of each row, for samplers that go by length."""
+    def _load(self, rows: StoredRows) -> None:
+        self._parts = [rows]
+        self.missing = rows.missing
+        if self._join is not None:
+            self._match(rows, self._join)
+        self.num_tokens = rows.places.num_tokens
 
     missing: pa.Table
     """`row` of the dataset and `reason`, for each row that isn't stored."""
 
+    num_tokens: NDArray[np.int32]
+    """[len(self)] tokens of each row, for samplers that go by length."""
+
+    def _match(self, mine: StoredRows, join: "HiddenStates") -> None:
+        """Find the other root's row of each of mine; those without one are missing."""
+        theirs = join._parts[0]
+        _refuse_unlike(mine, theirs)
+        in_order = np.argsort(sortable(theirs.keys), kind="stable")
+        sorted_keys = sortable(theirs.keys)[in_order]
+        at = np.searchsorted(sorted_keys, sortable(mine.keys))
+        has = np.append(sorted_keys, np.bytes_(b""))[at] == sortable(mine.keys)
+        reasons = dict(zip(theirs.missing_keys, theirs.missing["reason"].to_pylist(), strict=True))
+        why = f"not in version {theirs.version.number} of {theirs.store.uri}"
+        lost = [
+            f"{why}: {reasons.get(mine.keys[i].tobytes(), 'its dataset has no row of these tokens')}"
+            for i in np.flatnonzero(~has)
+        ]
+        table = pa.table({"row": mine.numbers[~has], "reason": pa.array(lost, pa.string())})
+        self.missing = pa.concat_tables([self.missing, table]).sort_by("row")
+        mine.take(np.flatnonzero(has))
+        for part in join._parts:
+            self._parts.append(copy.copy(part))
+            self._parts[-1].take(in_order[at[has]])
+
+    @property
+    def store(self) -> Store:
+        """The root."""
+        return self._parts[0].store
+
+    @property
+    def version(self) -> Version:
+        """The version that is read."""
+        return self._parts[0].version
+
+    @property
+    def spec(self) -> ExtractionSpec:
+        """What the root holds; of a joined one, `layer_ids` and `last_hidden_state` know."""
+        return self._parts[0].spec
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The L layers of `hidden_states`, ascending: id k is the output of decoder layer k, from 0."""
+        return tuple(sorted({k for part in self._parts for k in part.spec.layer_ids}))
+
+    @property
+    def last_hidden_state(self) -> LastHiddenState:
+        """Whether `last_hidden_state` is before the final norm, after it, or not stored."""
+        part = self._part_with_last
+        return part.spec.last_hidden_state if part else "none"
+
     @property
     def hidden_size(self) -> int:
         """H, the width of the target's hidden states."""
-        bytes_per_token = int(self._nbytes[0]) // int(self.num_tokens[0])
-        return (bytes_per_token - 4) // (self.spec.num_states * self.spec.item_bytes)
+        return self._parts[0].hidden_size
+
+    @property
+    def places(self) -> RowPlaces:
+        """Where each row lies in the root, and its tokens."""
+        return self._parts[0].places
+
+    @property
+    def rows(self) -> Rows:
+        """[len(self)] the number in the dataset of each row, ascending."""
+        return self._parts[0].numbers
+
+    @property
+    def _part_with_last(self) -> StoredRows | None:
+        return next((part for part in self._parts if part.spec.stores_last), None)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
+    def __getitem__(self, i: int) -> Row:
         """The i-th stored row.
 
         Returns:
@@ -114,67 +176,147 @@ class HiddenStates(Dataset[dict[str, Any]]):
             IntegrityError: the bytes are damaged, twice; names file, offset and row.
             TypeError: `i` is no integer.
         """
-        i = _index(i)
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)} stored rows")
-        i %= len(self)
-        data = self._read_checked(i)
-        num_tokens, num_layers, hidden = int(self.num_tokens[i]), len(self.spec.layer_ids), self.hidden_size
-        states = data[: -4 * num_tokens].view(getattr(torch, self.spec.dtype))
-        layers_end = num_tokens * num_layers * hidden
-        row = {
-            "input_ids": data[-4 * num_tokens :].view(torch.int32),
-            "loss_mask": self._loss_mask(i),
-            "hidden_states": states[:layers_end].view(num_tokens, num_layers, hidden),
-            "row": int(self._rows[i]),
-        }
-        if self.spec.stores_last:
-            row["last_hidden_state"] = states[layers_end:].view(num_tokens, hidden)
+        i = self._checked(i)
+        return self._row(i, [part.read(i) for part in self._parts])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+        """Several rows, read at once and neighbours together; what a DataLoader calls for a batch."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            return [read() for read in self.submit(indices, pool)]
+
+    def submit(self, indices: Sequence[int], pool: Executor) -> list[Callable[[], Row]]:
+        """Start to read rows, neighbours together.
+
+        Args:
+            indices: which, as for `states[i]`.
+            pool: its threads read.
+
+        Returns:
+            For each row a function that waits for it and raises what `states[i]` does.
+        """
+        wanted = [self._checked(i) for i in indices]
+        reads = zip(*(part.submit(wanted, pool) for part in self._parts), strict=True)
+        return [_later(self._row, i, parts) for i, parts in zip(wanted, reads, strict=True)]
+
+    def index_of(self, row: int) -> int:
+        """Where a row of the dataset is among the stored ones.
+
+        Raises:
+            MissingRowError: it isn't stored; says why.
+            IndexError: the dataset has no such row.
+        """
+        i = int(np.searchsorted(self.rows, row))
+        if i < len(self) and self.rows[i] == row:
+            return i
+        missing: list[Any] = self.missing["row"].to_pylist()
+        if row not in missing:
+            raise IndexError(f"row {row} of a dataset of {self.version.num_rows} rows")
+        reason = self.missing["reason"][missing.index(row)]
+        raise MissingRowError(f"row {row} is not stored in {self.store.uri}: {reason}")
+
+    def stream(
+        self,
+        *,
+        seed: int | None = 0,
+        batch_size: int | None = None,
+        max_batch_tokens: int | None = None,
+        group_by_length: bool = True,
+        collate: "Collate" = pack,
+        drop_last: bool = False,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+        window_bytes: int = EpochSettings.window_bytes,
+        num_threads: int = THREADS,
+    ) -> "RowStream":
+        """The rows shuffled and batched, for training: see `layertap.stream.RowStream`.
+
+        Without `batch_size` and `max_batch_tokens` it yields rows, otherwise what `collate` makes of them.
+
+        Args:
+            seed: of the shuffle; None leaves the rows in the order in which they lie in the store.
+            batch_size: rows of a batch.
+            max_batch_tokens: tokens of a batch instead.
+            group_by_length: with `max_batch_tokens`, whether rows of a batch have about one length and rows
+                times the longest stay within it, or rows of any length meet and their sum does.
+            collate: a list of rows to a batch: `layertap.collate.pack`, `pad`, or your own.
+            drop_last: leave out an incomplete last batch, and the last batches with which only some ranks
+                would take one more step.
+            rank: this process among those that share the rows; by default as `torch.distributed` says.
+            num_ranks: how many share them.
+            window_bytes: rows that are shuffled among each other; up to two windows are held in memory.
+            num_threads: requests at once.
+
+        Raises:
+            InputError: a number is out of its range, or `torch.distributed` isn't initialised under torchrun.
+        """
+        from layertap.stream import RowStream, rank_of_process
+
+        settings = EpochSettings(
+            seed=seed,
+            batch_size=batch_size,
+            max_batch_tokens=max_batch_tokens,
+            group_by_length=group_by_length,
+            window_bytes=window_bytes,
+            drop_last=drop_last,
+        )
+        rank, num_ranks = rank_of_process(rank, num_ranks)
+        return RowStream(self, settings, collate, rank=rank, num_ranks=num_ranks, num_threads=num_threads)
+
+    def _checked(self, i: Any) -> int:
+        try:
+            number = operator.index(i)
+        except TypeError:
+            raise TypeError(
+                f"a stored row is read by its number, not by {i!r}; for several, take torch.utils.data.Subset"
+            ) from None
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"row {number} of {len(self)} stored rows")
+        return number % len(self)
+
+    def _row(self, i: int, data: Sequence[Tensor]) -> Row:
+        parts = [part.tensors(i, bytes_) for part, bytes_ in zip(self._parts, data, strict=True)]
+        row: Row = {**parts[0], "loss_mask": self._parts[0].loss_mask(i), "row": int(self.rows[i])}
+        if len(parts) > 1:
+            joined = torch.cat([part["hidden_states"] for part in parts], dim=1)
+            ids = [k for part in self._parts for k in part.spec.layer_ids]
+            row["hidden_states"] = joined[:, [ids.index(k) for k in self.layer_ids]]
+            row |= next(({"last_hidden_state": p["last_hidden_state"]} for p in parts if len(p) == 3), {})
         return row
 
-    def _loss_mask(self, i: int) -> Tensor:
-        mask = self._masks[i].values
-        if mask is None:
-            return torch.ones(int(self.num_tokens[i]), dtype=torch.uint8)
-        return torch.from_numpy(mask.to_numpy().copy())
-
-    def _read_checked(self, i: int) -> Tensor:
-        """The row's bytes, read again once if they are damaged."""
-        path, row = self._files[self._file[i]], self._rows[i]
-        offset, nbytes = int(self._offset[i]), int(self._nbytes[i])
-        for _ in range(2):
-            data = self._read(path, offset, nbytes)
-            damage = self._damage(i, data.numpy())
-            if damage is None:
-                return data
-        raise IntegrityError(
-            f"{self.store.uri}/{path} is damaged: the {nbytes} bytes from {offset} {damage} row {row}"
-        )
-
-    def _damage(self, i: int, data: NDArray[np.uint8]) -> str | None:
-        """Whether the bytes aren't those that were stored, or are another row's."""
-        ids = data[-4 * int(self.num_tokens[i]) :]
-        if hashlib.blake2b(ids.data, digest_size=16).digest() != self._keys[i].tobytes():
-            return "don't end with the token ids of"
-        if crc64nvme(data.data) != self._crc64nvme[i]:
-            return "don't have the CRC64NVME of"
-        return None
-
-    def _read(self, path: str, offset: int, nbytes: int) -> Tensor:
-        local = self.store.local_path(path)
-        if local is None or len(_live_maps) >= MAX_LIVE_MAPS:
-            return torch.frombuffer(bytearray(self.store.get_range(path, offset, nbytes)), dtype=torch.uint8)
-        try:
-            return _map(local, offset, nbytes)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"{local} is gone, though version {self.version.number} names it") from error
-
     def __getstate__(self) -> dict[str, Any]:
-        return {"store": self.store, "spec": self.spec, "version": self.version}
+        return {
+            "store": self.store,
+            "version": self.version,
+            "cache": self._parts[0].cache,
+            "join": self._join,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._load()
+        self._join = state["join"]
+        self._load(StoredRows(state["store"], state["version"], state["cache"]))
+
+
+def _later(make: Callable[[int, Sequence[Tensor]], Row], i: int, parts: Any) -> Callable[[], Row]:
+    return lambda: make(i, [read() for read in parts])
+
+
+def _refuse_unlike(mine: StoredRows, theirs: StoredRows) -> None:
+    for name in ("target_identity", "dtype"):
+        if getattr(mine.spec, name) != getattr(theirs.spec, name):
+            raise SpecMismatchError(
+                f"{mine.store.uri} and {theirs.store.uri} can't be joined: {name} is "
+                f"{getattr(mine.spec, name)!r} in one and {getattr(theirs.spec, name)!r} in the other"
+            )
+
+
+def _open_cache(
+    store: Store, spec: ExtractionSpec, folder: str | Path | None, max_bytes: int
+) -> DiskCache | None:
+    if folder is not None and store.local_path("layertap.json") is None:
+        return DiskCache(folder, group=spec.fingerprint, max_bytes=max_bytes)
+    if folder is not None:
+        warnings.warn(f"cache_dir is of no use: {store.uri} is a folder itself", stacklevel=3)
+    return None
 
 
 def _choose(store: Store, number: int | None) -> Version:
@@ -187,24 +329,3 @@ def _choose(store: Store, number: int | None) -> Version:
         hint = f"the incomplete version {there[-1]} can be asked for" if there else "no run has published yet"
         raise CatalogError(f"{store.uri} has no complete version; {hint}")
     return version
-
-
-def _index(i: Any) -> int:
-    try:
-        return operator.index(i)
-    except TypeError:
-        raise TypeError(
-            f"a stored row is read by its number, not by {i!r}; for several, take torch.utils.data.Subset"
-        ) from None
-
-
-def _map(path: Path, offset: int, nbytes: int) -> Tensor:
-    """Bytes of a file, mapped copy-on-write: written to, they differ for this tensor alone."""
-    start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < offset + nbytes:
-            raise IntegrityError(f"{path} is cut off at {size} bytes")
-        mapped = mmap.mmap(file.fileno(), offset + nbytes - start, access=mmap.ACCESS_COPY, offset=start)
-    _live_maps.add(mapped)
-    return torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - start)

@@ -182,8 +182,8 @@ class Store:
         with self._mapped("get", path):
             return self._objects.get(path).bytes().to_bytes()
 
-    def get_range(self, path: str, offset: int, nbytes: int) -> bytes:
-        """`nbytes` bytes of the object from `offset`, in one request.
+    def get_range(self, path: str, offset: int, nbytes: int) -> Buffer:
+        """`nbytes` bytes of the object from `offset`, in one request; read-only.
 
         Raises:
             NotFoundError: there is no such object.
@@ -306,13 +306,13 @@ class Store:
             )
         return self._opened
 
-    def _read_range(self, path: str, offset: int, nbytes: int) -> bytes:
+    def _read_range(self, path: str, offset: int, nbytes: int) -> Buffer:
         if isinstance(self._root, Path):
             with (self._root / path).open("rb") as file:
                 return os.pread(file.fileno(), nbytes, offset)
         if _forked():
             return self._root.range_after_fork(path, offset, nbytes)
-        return self._opened.get_range(path, start=offset, length=nbytes).to_bytes()
+        return memoryview(self._opened.get_range(path, start=offset, length=nbytes))
 
     @contextlib.contextmanager
     def _mapped(self, verb: str, path: str) -> Iterator[None]:

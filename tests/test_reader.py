@@ -148,7 +148,7 @@ def test_on_a_folder_rows_are_mapped_privately(folder_store: Store, tmp_path: Pa
 
 def test_any_number_of_rows_can_be_held(half_filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the descriptors that maps may take, rows are copies; nobody sees a difference."""
-    monkeypatch.setattr("layertap.reader.MAX_LIVE_MAPS", 3)
+    monkeypatch.setattr("layertap.rows.MAX_LIVE_MAPS", 3)
     states = HiddenStates(half_filled, version=1)
     held = list(states)
     assert len(held) > 3
@@ -336,7 +336,7 @@ def test_a_row_that_arrives_damaged_is_fetched_once_more(
     def damaged_once(self: Store, path: str, offset: int, nbytes: int) -> bytes:
         nonlocal num_calls
         num_calls += 1
-        data = get_range(self, path, offset, nbytes)
+        data = bytes(get_range(self, path, offset, nbytes))
         return data if num_calls > 1 else data[:-1] + b"\xff"
 
     monkeypatch.setattr(Store, "get_range", damaged_once)
