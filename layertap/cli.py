@@ -23,9 +23,11 @@ from layertap.spec import DTypeName, LastHiddenState
 if TYPE_CHECKING:
     from layertap.catalog import Catalog
     from layertap.coordinator import Preview
+    from layertap.trainers.export import Export
 
 COMMANDS_GROUP = "layertap.commands"
 MAX_REASONS = 10
+TRAINERS = ("speculators", "specforge", "modelopt", "automodel", "deepspec")
 
 
 class Failure(click.ClickException):
@@ -318,6 +320,51 @@ def _show_shards(catalog: "Catalog", plan_id: str) -> None:
         cells = [row["shard"], row["state"], row["claims"], row["failures"], *done, row["lane"]]
         table.add_row(*map(str, cells))
     Console(highlight=False).print(table)
+
+
+@main.command()
+@click.argument("root")
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--to", "trainer", type=click.Choice(TRAINERS), required=True, help="Whose files to write.")
+@click.option("--version", type=int, help="Version of the root; by default the newest complete one.")
+@click.option(
+    "--algorithm", type=click.Choice(["eagle3", "dflash", "domino", "dspark"]), help="Needed for SpecForge."
+)
+@click.option("--seq-length", type=click.IntRange(min=1), help="Needed for Automodel: tokens of every row.")
+@click.option(
+    "--target-name", help="Needed for Automodel and DeepSpec: the target as the training config names it."
+)
+@click.option("--tokens-only", is_flag=True, help="For speculators: states are read from the root.")
+def export(root: str, out: Path, trainer: str, version: int | None, **options: Any) -> None:
+    """Write the stored rows of ROOT as files of a trainer into the folder OUT.
+
+    Trainers that can read the root directly need no export: see docs/trainers.md. It says beforehand how much
+    is written; killed and started again, it writes what is missing. OUT/target is a copy of the target's
+    config, tokenizer, embedding, head and final norm.
+    """
+    from layertap.trainers.choose import layout_for
+    from layertap.trainers.export import Export
+    from layertap.trainers.rows import open_rows
+
+    layout = layout_for(trainer, **options)
+    rows = open_rows(root, layout.needs, version=version)
+    planned = Export.plan(rows, layout, out, settings={"trainer": trainer, **options})
+    _say_export(planned)
+    planned.run()
+    click.echo(f"written: {out}")
+
+
+def _say_export(planned: "Export") -> None:
+    rows, num_files = planned.rows, len(planned.files)
+    click.echo(
+        f"{len(rows):,} rows of version {rows.states.version.number} in {num_files:,} files, about "
+        f"{planned.num_bytes:,} bytes; {num_files - len(planned.missing):,} files are there already"
+    )
+    if rows.num_left_out:
+        click.echo(
+            f"{rows.num_left_out:,} rows are left out: {rows.needs.trainer} refuses rows without two "
+            "supervised tokens in succession"
+        )
 
 
 def _table(*columns: str) -> Table:

@@ -1,0 +1,119 @@
+"""The DSpark cache of NeMo Automodel: padded shards, a manifest, and the target's embedding and head."""
+
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from layertap.errors import NotFoundError
+from layertap.target_files import TargetFiles
+from layertap.trainers.layouts import FILE_OVERHEAD_BYTES, Layout, OutFile, write_json
+from layertap.trainers.rows import Needs, TrainerRow, TrainerRows
+
+SHARD_ROWS = 256
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+WEIGHTS = "target_weights.safetensors"
+
+
+class AutomodelFiles(Layout):
+    """Shards of rows padded to one length, a manifest, and the target's embedding and head.
+
+    Args:
+        seq_length: tokens to which every row is padded or cut; the recipe must say the same.
+        target_model: what the recipe calls the target.
+    """
+
+    needs = Needs(trainer="Automodel's DSpark", last="post_norm")
+
+    def __init__(self, *, seq_length: int, target_model: str) -> None:
+        self.seq_length = seq_length
+        self.target_model = target_model
+
+    def files(self, rows: TrainerRows) -> Iterator[OutFile]:
+        """Shards 0..N-1."""
+        spec, hidden_size = rows.states.spec, rows.states.hidden_size
+        num_states = len(rows.states.layer_ids) + 1
+        row_bytes = self.seq_length * (num_states * hidden_size * spec.item_bytes + 16)
+        for number, start in enumerate(range(0, len(rows), SHARD_ROWS)):
+            part = range(start, min(start + SHARD_ROWS, len(rows)))
+            nbytes = len(part) * row_bytes + FILE_OVERHEAD_BYTES
+            yield OutFile(name=f"shard-{number:06d}.safetensors", nbytes=nbytes, rows=part)
+        vocab_size = TargetFiles(rows.states.store).record.tensors["embed_tokens"]["shape"][0]
+        nbytes = 2 * vocab_size * hidden_size * spec.item_bytes + FILE_OVERHEAD_BYTES
+        yield OutFile(name=WEIGHTS, nbytes=nbytes)
+
+    def write(self, rows: TrainerRows, file: OutFile, path: Path) -> None:
+        """A shard, or the target's weights."""
+        if not file.rows:
+            files, dtype = TargetFiles(rows.states.store), getattr(torch, rows.states.spec.dtype)
+            weights = {
+                "embed_tokens.weight": files.weight("embed_tokens").to(dtype),
+                "lm_head.weight": files.weight("lm_head").to(dtype).clone(),
+            }
+            save_file(weights, path)
+            return
+        padded = [self._padded(rows[i]) for i in file.rows]
+        save_file({name: torch.stack([row[name] for row in padded]) for name in padded[0]}, path)
+
+    def _padded(self, row: TrainerRow) -> dict[str, Tensor]:
+        assert row.last is not None
+        tensors = {
+            "input_ids": row.input_ids,
+            "loss_mask": row.loss_mask,
+            "target_hidden_states": row.layers.flatten(1),
+            "target_last_hidden_states": row.last,
+        }
+        return {name: _fit(tensor, self.seq_length) for name, tensor in tensors.items()}
+
+    def finish(self, rows: TrainerRows, folder: Path) -> None:
+        """The manifest, complete."""
+        states, files = rows.states, TargetFiles(rows.states.store)
+        config = files.config
+        text_config = config.get("text_config", config)
+        num_layers = len(states.layer_ids)
+        write_json(
+            folder / "manifest.json",
+            {
+                "format_version": 1,
+                "complete": True,
+                "target_model": self.target_model,
+                "target_model_type": config["model_type"],
+                "target_vocab_size": text_config["vocab_size"],
+                "hidden_size": states.hidden_size,
+                "num_hidden_layers": text_config["num_hidden_layers"],
+                "seq_length": self.seq_length,
+                "dtype": DTYPES[states.spec.dtype],
+                "num_samples": len(rows),
+                "shard_size": SHARD_ROWS,
+                "target_hidden_dim": num_layers * states.hidden_size,
+                "target_last_hidden_dim": states.hidden_size,
+                "target_layer_ids": list(states.layer_ids),
+                "train_data_path": f"{states.store.uri} version {states.version.number}",
+                "train_split": None,
+                "shuffle_seed": 0,
+                "mask_reasoning_content": False,
+                "mask_generation_prompt": False,
+                "chat_template_sha256": _template_sha256(files),
+            },
+        )
+
+
+def _fit(tensor: Tensor, length: int) -> Tensor:
+    """Cut or pad with zeros along the first dimension."""
+    fitted = tensor.new_zeros(length, *tensor.shape[1:])
+    fitted[: len(tensor)] = tensor[:length]
+    return fitted
+
+
+def _template_sha256(files: TargetFiles) -> str:
+    """As Automodel hashes the tokenizer's chat template; of an empty one where the target brings none."""
+    try:
+        template = files.store.get("target/chat_template.jinja")
+    except NotFoundError:
+        template = b""
+    return sha256(template).hexdigest()

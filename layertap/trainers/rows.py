@@ -1,0 +1,150 @@
+"""Rows as trainers take them: flat layers, the last state before or after the norm, or why that can't be.
+
+Shapes: T tokens of a row, L layers, H hidden size.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from layertap.errors import CatalogError
+from layertap.norms import FinalNorm
+from layertap.reader import HiddenStates
+from layertap.store import Store
+from layertap.target_files import TargetFiles
+from layertap.versions import Versions
+
+Last = Literal["pre_norm", "post_norm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a trainer can't do without."""
+
+    trainer: str
+    """What people call it."""
+
+    last: Last | None
+    """Which last hidden state it reads; None: it reads none."""
+
+    num_layers: int | None = None
+    """How many layers it takes; None: any number."""
+
+    wants_pair: bool = False
+    """Whether it refuses a row without two supervised tokens in succession."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerRow:
+    """One row in the terms of trainers."""
+
+    input_ids: Tensor
+    """int64 [T]."""
+
+    loss_mask: Tensor
+    """int64 [T]."""
+
+    layers: Tensor
+    """[T, L, H] in the stored dtype."""
+
+    last: Tensor | None
+    """[T, H] in the stored dtype, before or after the norm as the trainer wants it."""
+
+
+class TrainerRows:
+    """The stored rows of a version that a trainer can take, in the dataset's order.
+
+    Args:
+        states: the version.
+        needs: what the trainer can't do without.
+
+    Raises:
+        CatalogError: the root lacks what the trainer needs; says what, and the way out.
+    """
+
+    def __init__(self, states: HiddenStates, needs: Needs) -> None:
+        self.states = states
+        self.needs = needs
+        self._norm = _choose_norm(states, needs)
+        num_layers = len(states.layer_ids)
+        if needs.num_layers not in (None, num_layers):
+            raise CatalogError(
+                f"{needs.trainer} takes {needs.num_layers} layers, but {states.store.uri} holds {num_layers} "
+                f"({', '.join(map(str, states.layer_ids))}): extract those into a root of their own"
+            )
+        self.chosen = np.flatnonzero(_has_pair(states)) if needs.wants_pair else np.arange(len(states))
+        if not len(self.chosen):
+            raise CatalogError(f"{states.store.uri} holds no row that {needs.trainer} could train on")
+
+    @property
+    def num_left_out(self) -> int:
+        """Stored rows that the trainer would refuse for want of supervised tokens."""
+        return len(self.states) - len(self.chosen)
+
+    @property
+    def num_tokens(self) -> NDArray[np.int32]:
+        """[len(self)] tokens of each row."""
+        return self.states.num_tokens[self.chosen]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, i: int) -> TrainerRow:
+        """The i-th row of those that the trainer can take; raises as `HiddenStates`."""
+        row = self.states[int(self.chosen[i])]
+        last = row["last_hidden_state"] if self.needs.last else None
+        return TrainerRow(
+            input_ids=row["input_ids"].long(),
+            loss_mask=row["loss_mask"].long(),
+            layers=row["hidden_states"],
+            last=self._norm(last) if self._norm and last is not None else last,
+        )
+
+
+def open_rows(root: Store | str | Path, needs: Needs, *, version: int | None = None) -> TrainerRows:
+    """The rows of a root for a trainer; raises as `HiddenStates` and `TrainerRows`."""
+    return TrainerRows(HiddenStates(root, version=version), needs)
+
+
+def _choose_norm(states: HiddenStates, needs: Needs) -> FinalNorm | None:
+    """What makes the stored last state the one that the trainer wants; None: it is that one."""
+    stored = states.last_hidden_state
+    if needs.last is None or stored == needs.last:
+        return None
+    if stored == "none":
+        raise CatalogError(
+            f"{needs.trainer} needs the last hidden state, and {states.store.uri} holds none: extract into "
+            "another root with --last-hidden-state pre_norm, which is the default"
+        )
+    if needs.last == "pre_norm":
+        raise CatalogError(
+            f"{needs.trainer} applies the final norm itself and needs the state before it, but "
+            f"{states.store.uri} holds the one after it, which can't be undone: extract into another root "
+            "with --last-hidden-state pre_norm"
+        )
+    return TargetFiles(states.store).final_norm()
+
+
+def _has_pair(states: HiddenStates) -> NDArray[np.bool_]:
+    """[len(states)] whether two tokens in succession are supervised."""
+    table = Versions(states.store).rows(states.version, ["loss_mask"])
+    per_chunk = [_pairs(chunk) for chunk in table["loss_mask"].chunks]
+    has_pair = np.concatenate(per_chunk)[states.rows] if per_chunk else np.empty(0, np.bool_)
+    is_masked = table["loss_mask"].is_valid().to_numpy()[states.rows]
+    return np.where(is_masked, has_pair, states.num_tokens > 1)
+
+
+def _pairs(masks: Any) -> NDArray[np.bool_]:
+    """[rows] whether a mask has two ones in succession; False where it is null."""
+    offsets = masks.offsets.to_numpy()
+    values = masks.values.to_numpy()[offsets[0] : offsets[-1]]
+    ends = offsets - offsets[0]
+    before: NDArray[np.int64] = np.zeros(len(values) + 1, np.int64)
+    before[2:] = np.cumsum((values[1:] != 0) & (values[:-1] != 0))  # pairs that end before each place
+    starts, stops = ends[:-1], ends[1:]
+    found: NDArray[np.bool_] = before[stops] > before[np.minimum(starts + 1, stops)]
+    return found
