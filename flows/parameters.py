@@ -175,3 +175,23 @@ class Preparation(BaseModel):
     )
     max_length: int = Field(default=0, ge=0, description="Tokens kept of a chat; 0 keeps all.")
     responses: str = Field(default="unknown", description="Who wrote the responses.")
+
+
+class Verification(BaseModel):
+    """Which root to read back, and how much of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    root: str = Field(pattern=ROOT, description="Folder under the storage block of what was extracted.")
+    storage: str = Field(
+        default="s3-bucket/layertap",
+        pattern=BLOCK,
+        description="Storage block it lies in: s3-bucket/NAME or local-file-system/NAME.",
+    )
+    num_rows: int = Field(default=1000, ge=0, description="Rows to read, drawn at random; 0 reads all.")
+    target: str = Field(
+        default="",
+        description="Target to compute some rows again on, a hub id or a folder; empty computes none.",
+    )
+    revision: str = Field(default="", description="Hub revision of the target; empty for its main branch.")
+    num_recomputed: int = Field(default=8, ge=1, description="Rows to compute again.")

@@ -21,6 +21,7 @@ from layertap.errors import (
     CatalogError,
     ClaimLostError,
     DatasetError,
+    IntegrityError,
     NotFoundError,
     SpecMismatchError,
 )
@@ -32,10 +33,10 @@ from layertap.records import (
     Root,
     ShardRecord,
     ShardRows,
-    from_json,
     get_checked,
     keys_xor,
     read_record,
+    require,
     to_json,
 )
 from layertap.settled import Settled, read_settled
@@ -61,6 +62,9 @@ __all__ = [
 ROOT = "layertap.json"
 BEATS_TO_STALE = 3
 
+HAS_ENDED = (ShardState.COMMITTED, ShardState.VOID)
+
+SHARD_FILE = re.compile(r"shard-(\d{5,})\.arrow")
 STATE_OBJECT = re.compile(r"(\d{5,})\.((?:claim|release|retry|void)-\d+|fail-\d+\.[\w-]+|outcome)")
 
 
@@ -179,6 +183,11 @@ class Catalog:
         """Ids of the plans that stand, ascending."""
         return [p for p in self.store.folders("plans") if self.store.exists(f"plans/{p}/plan.json")]
 
+    def shards(self, plan_id: str) -> list[int]:
+        """Numbers of a plan's shards by their files, even if the plan's record is damaged; ascending."""
+        found = (SHARD_FILE.fullmatch(name) for name in self.store.names(f"plans/{plan_id}"))
+        return sorted(int(match[1]) for match in found if match)
+
     def shard_rows(self, plan_id: str, shard: int) -> ShardRows:
         """The rows of a shard.
 
@@ -208,10 +217,16 @@ class Catalog:
                 claim_tags[shard] = max(found, claim_tags.get(shard, (0, None)), key=lambda c: c[0])
         return Snapshot(names=dict(names), claim_tags=claim_tags)
 
-    def without_outcome(self, plan_id: str) -> list[int]:
-        """Shards of a plan whose rows no outcome settles."""
+    def committed(self, plan_id: str) -> list[int]:
+        """Shards of a plan whose outcome stands."""
         names = self.snapshot(plan_id).names
-        return [k for k in range(len(self.plan(plan_id).shards)) if "outcome" not in names.get(k, [])]
+        return [k for k in sorted(names) if shard_state(names[k]).state == ShardState.COMMITTED]
+
+    def without_outcome(self, plan_id: str) -> list[int]:
+        """Shards of a plan that may still come to an outcome: those with one, or withdrawn, are left out."""
+        names = self.snapshot(plan_id).names
+        states = [shard_state(names.get(k, ())).state for k in range(len(self.plan(plan_id).shards))]
+        return [k for k, state in enumerate(states) if state not in HAS_ENDED]
 
     def claim(
         self, plan_id: str, shard: int, number: int, *, lane: str, details: dict[str, Any]
@@ -247,7 +262,7 @@ class Catalog:
             NotFoundError: no such claim.
         """
         path = f"{_state(plan_id, shard)}.claim-{number}"
-        return from_json(path, self.store.get(path))
+        return read_record(path, self.store.get(path), lambda claim: require(claim, "lane", "token"))
 
     def fail(self, claim: Claim, failure: dict[str, Any]) -> None:
         """Record why the claim's lane gave the shard up; it may be claimed again."""
@@ -266,6 +281,23 @@ class Catalog:
         with suppress(AlreadyExistsError):
             self.store.create(f"{_state(plan_id, shard)}.retry-{number}", to_json({}))
 
+    def void(self, plan_id: str, shard: int, *, reason: str) -> None:
+        """Withdraw a shard for good, committed or not: its files don't count, its rows aren't stored."""
+        number = shard_state(self.snapshot(plan_id).names.get(shard, ())).claim
+        with suppress(AlreadyExistsError):
+            self.store.create(f"{_state(plan_id, shard)}.void-{number}", to_json({"reason": reason}))
+
+    def is_spent(self, plan_id: str) -> bool:
+        """Whether a plan can't serve again: some of it was withdrawn, or its record is damaged."""
+        try:
+            self.plan(plan_id)
+        except NotFoundError:
+            return False
+        except IntegrityError:
+            return True
+        states = [shard_state(names).state for names in self.snapshot(plan_id).names.values()]
+        return ShardState.VOID in states
+
     def last_failure(self, plan_id: str, shard: int) -> dict[str, Any]:
         """The latest recorded failure of a shard; its `error` also tells of lanes that died in silence."""
         names = self.snapshot(plan_id).names.get(shard, [])
@@ -274,7 +306,7 @@ class Catalog:
             claims = sum(name.startswith("claim-") for name in names)
             return {"error": f"{claims} lanes died while they held shard {shard}, none left an error"}
         path = f"{_state(plan_id, shard)}.{max(failures, key=_number)}"
-        return from_json(path, self.store.get(path))
+        return read_record(path, self.store.get(path), lambda failure: require(failure, "error"))
 
     def commit(self, claim: Claim, outcome: Outcome) -> Outcome:
         """Make the files of the outcome's attempt count: the first who does it for a shard wins.

@@ -1,7 +1,8 @@
 """The `layertap` command.
 
-Here are the commands that need no scheduler: `prepare`, `plan`, `status`. Further ones are found through the
-entry points of the group `layertap.commands`; those of this project lie in `deployments/commands.py`.
+Here are the commands that need no scheduler: `prepare`, `plan`, `status`, and from `layertap.upkeep` those
+that look after a root. Further ones are found through the entry points of the group `layertap.commands`;
+those of this project lie in `deployments/commands.py`.
 """
 
 import json
@@ -16,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from layertap import __version__
+from layertap import __version__, upkeep
 from layertap.errors import InputError, LayertapError, SpecError
 from layertap.spec import DTypeName, LastHiddenState
 
@@ -373,6 +374,10 @@ def _table(*columns: str) -> Table:
     table = Table(*(Column(name, no_wrap=True) for name in others), box=box.SIMPLE, show_header=any(columns))
     table.add_column(last, overflow="fold")
     return table
+
+
+for command in (upkeep.verify, upkeep.void):
+    main.add_command(command)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,23 @@
 """One run from the coordinator's seat: plan it, watch it in the store, publish what came of it. No GPU."""
 
-import operator
 import secrets
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.catalog import Catalog, PlanRecord, Root, Watcher
+from layertap.catalog import HAS_ENDED, Catalog, PlanRecord, Root
 from layertap.dataset import BLOCK_TOKENS, Columns, Scan, TokenDataset
-from layertap.errors import DatasetError, FormatError, InputError
+from layertap.errors import DatasetError
 from layertap.lane import BEAT_S, now
 from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
 from layertap.progress import Rate, format_bytes, format_duration
-from layertap.records import keys_xor
 from layertap.report import MAX_TABLE_ROWS, Report, Work, check_refused
+from layertap.resume import take_up
 from layertap.run_records import RunRecord, RunRecords
 from layertap.shard_state import ShardState, ShardStatus
 from layertap.spec import FORMAT_VERSION, DTypeName, ExtractionSpec, LastHiddenState
@@ -30,9 +28,7 @@ from layertap.versions import Versions
 TRAINERS_THAT_NEED_LAST = ("speculators", "ModelOpt", "EAGLE-3 in SpecForge", "Automodel", "DeepSpec")
 """Trainers that read the last hidden state whatever their loss, so that `none` shuts them out."""
 
-HAS_OUTCOME = (ShardState.COMMITTED, ShardState.VOID)
-
-SETTLED_STATES = (*HAS_OUTCOME, ShardState.FAILED)
+SETTLED_STATES = (*HAS_ENDED, ShardState.FAILED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,7 +358,15 @@ class Run:
         )
         rows = preview.scan.unique(settled=catalog.settled().keys)
         plan = preview.plan(rows)
-        record = _plan_record(catalog, preview, plan, rows, shards) if len(rows) else None
+        record = None
+        if len(rows):
+            record = take_up(
+                catalog,
+                plan,
+                lambda k: preview.dataset.input_ids(int(rows[plan.rows[k]]))[: preview.spec.max_length],
+                max_batch_bytes=preview.estimate(plan).max_batch_bytes,
+                shards=shards,
+            )
         table = preview.table(plan)
         if record is not None:
             how = "goes on with" if record.plan_id != plan.plan_id else "is"
@@ -423,46 +427,3 @@ class Run:
                 f"{settings.dataset} was overwritten while the run went on: masks and ids of the planned "
                 "rows are gone. What was computed is stored; start the run again on the new dataset"
             )
-
-
-def _plan_record(
-    catalog: Catalog, preview: Preview, plan: Plan, rows: NDArray[np.int64], shards: Collection[int]
-) -> PlanRecord:
-    """The unfinished plan that computes exactly these rows, ready to be worked on again, or a new one.
-
-    Raises:
-        InputError: it has none of the `shards` that are to be tried again.
-    """
-    record = _adoptable(catalog, plan) or catalog.put_plan(
-        plan,
-        lambda k: preview.dataset.input_ids(int(rows[plan.rows[k]]))[: preview.spec.max_length],
-        max_batch_bytes=preview.estimate(plan).max_batch_bytes,
-    )
-    if strangers := sorted(set(shards) - set(catalog.without_outcome(record.plan_id))):
-        raise InputError(
-            f"shards {strangers} of plan {record.plan_id} can't be tried again: they are committed, or the "
-            "plan isn't that of the dataset as it is now. Leave the shards out to do all that is missing"
-        )
-    for shard, status in Watcher(catalog, record.plan_id).poll().items():
-        if status.claim and status.state not in HAS_OUTCOME and (not shards or shard in shards):
-            catalog.retry(record.plan_id, shard, status.claim)
-    return record
-
-
-def _adoptable(catalog: Catalog, plan: Plan) -> PlanRecord | None:
-    """An existing plan whose shards without an outcome hold just the keys of `plan`.
-
-    Cutting the rest of an interrupted run anew would compute again what its surviving lanes have in hand.
-    """
-    for plan_id in catalog.plans():
-        try:
-            record = catalog.plan(plan_id)
-        except FormatError:  # of another layertap; its lanes will finish it, or nobody
-            continue
-        if record.settings != plan.settings:
-            continue
-        left = [record.shards[k] for k in catalog.without_outcome(plan_id)]
-        xor = reduce(operator.xor, (int(shard.keys_xor, 16) for shard in left), 0)
-        if (sum(shard.num_rows for shard in left), xor) == (len(plan.keys), int(keys_xor(plan.keys), 16)):
-            return record
-    return None

@@ -12,7 +12,7 @@ on how many lanes will work on it.
 import hashlib
 import heapq
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ class Plan:
     """K rows in the order in which they are extracted: by shard, by batch, longest first."""
 
     plan_id: str
-    """32 hex digits over spec, settings and the sorted keys."""
+    """32 hex digits over spec, settings, the sorted keys, and the generation if it isn't 0."""
 
     settings: PlanSettings
     spec_fingerprint: str
@@ -82,6 +82,11 @@ class Plan:
         """Where the rows of each shard lie; no shard is empty."""
         bounds = np.searchsorted(self.shard, np.arange(self.num_shards + 1)).tolist()
         return [slice(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+
+    def again(self, generation: int) -> "Plan":
+        """The same plan under another id, for rows that were withdrawn; generation 0 is this one."""
+        plan_id = _plan_id(self.keys, self.spec_fingerprint, self.settings, generation)
+        return replace(self, plan_id=plan_id)
 
     def batch_starts(self) -> NDArray[np.int64]:
         """[batches] where each batch begins; its first row is its longest."""
@@ -159,9 +164,13 @@ def _number_within(shard_of: NDArray[np.int64], num_shards: int) -> NDArray[np.i
     return numbers
 
 
-def _plan_id(keys: NDArray[np.uint8], spec_fingerprint: str, settings: PlanSettings) -> str:
+def _plan_id(
+    keys: NDArray[np.uint8], spec_fingerprint: str, settings: PlanSettings, generation: int = 0
+) -> str:
     high, low = _words(keys)
     head: dict[str, Any] = {"spec": spec_fingerprint, "settings": asdict(settings)}
+    if generation:
+        head["generation"] = generation
     digest = hashlib.blake2b(json.dumps(head, sort_keys=True).encode(), digest_size=16)
     digest.update(keys[np.lexsort((low, high))].data)
     return digest.hexdigest()

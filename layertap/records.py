@@ -72,6 +72,17 @@ def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f.name: values[f.name] for f in fields(kind)}
 
 
+def require(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """A record, or a part of one, that has values of these names.
+
+    Raises:
+        KeyError: the first that it lacks.
+    """
+    for name in names:
+        values[name]
+    return values
+
+
 def get_checked(store: Store, path: str, expected: str) -> bytes:
     """An object that must have this checksum; fetched again once if it hasn't.
 
@@ -364,4 +375,8 @@ class Outcome:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`; fields of newer minor formats are ignored."""
+        for file in [*values["files"], values["index"]]:
+            require(file, "name", "size", "checksum")
+        for row in values["refused"]:
+            require(row, "key", "reason")
         return cls(**known_fields(cls, values))

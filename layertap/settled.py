@@ -1,6 +1,7 @@
 """Which rows of all plans need no computing any more, and where they lie."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
@@ -11,12 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from layertap.errors import CatalogError
-from layertap.records import KEY_BYTES, get_checked, keys_of, sortable
-from layertap.shard_state import ShardState, shard_state
+from layertap.errors import CatalogError, IntegrityError, NotFoundError
+from layertap.records import KEY_BYTES, Outcome, get_checked, keys_of, sortable
+from layertap.store import Store
 
 if TYPE_CHECKING:
     from layertap.catalog import Catalog
+
+log = logging.getLogger(__name__)
 
 REQUESTS_AT_ONCE = 8
 
@@ -74,24 +77,26 @@ def read_settled(catalog: "Catalog") -> Settled:
 
     Raises:
         CatalogError: a plan is of another extraction than the root.
+        IntegrityError: the record or the index of committed rows was damaged; says how to compute them again.
     """
-    plans = catalog.plans()
-    _refuse_other_specs(catalog, plans)
-    committed = [
-        (plan_id, shard)
-        for plan_id in plans
-        for shard, names in sorted(catalog.snapshot(plan_id).names.items())
-        if shard_state(names).state == ShardState.COMMITTED
-    ]
+    committed = {plan_id: catalog.committed(plan_id) for plan_id in catalog.plans()}
+    _refuse_other_specs(catalog, committed)
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        parts = pool.map(lambda at: _read_part(catalog, *at), committed)
+        places = [(plan_id, shard) for plan_id, shards in committed.items() for shard in shards]
+        parts = pool.map(lambda at: _read_part(catalog, *at), places)
         return _merge([part for part in parts if part is not None])
 
 
-def _refuse_other_specs(catalog: "Catalog", plans: Iterable[str]) -> None:
+def _refuse_other_specs(catalog: "Catalog", committed: Mapping[str, list[int]]) -> None:
     expected = catalog.root().spec.fingerprint
-    for plan_id in plans:
-        found = catalog.plan_spec(plan_id)
+    for plan_id, shards in committed.items():
+        try:
+            found = catalog.plan_spec(plan_id)
+        except IntegrityError as error:
+            if shards:
+                raise IntegrityError(f"{error}. {way_out(catalog.store.uri, plan_id)}") from error
+            log.warning("a plan that settles nothing is left aside: %s", error)
+            continue
         if found != expected:
             raise CatalogError(
                 f"{catalog.store.uri}/plans/{plan_id} is of another extraction (spec {found}) than this root "
@@ -101,12 +106,33 @@ def _refuse_other_specs(catalog: "Catalog", plans: Iterable[str]) -> None:
 
 
 def _read_part(catalog: "Catalog", plan_id: str, shard: int) -> _Part | None:
-    outcome = catalog.outcome(plan_id, shard)
-    if outcome.kind == "void":
-        return None
-    prefix = catalog.attempt_prefix(plan_id, shard, outcome.attempt)
-    data = get_checked(catalog.store, f"{prefix}/{outcome.index['name']}", outcome.index["checksum"])
-    return _Part(prefix, pq.read_table(BytesIO(data)), outcome.refused)
+    try:
+        outcome = catalog.outcome(plan_id, shard)
+        if outcome.kind == "void":
+            return None
+        prefix = catalog.attempt_prefix(plan_id, shard, outcome.attempt)
+        return _Part(prefix, read_index(catalog.store, prefix, outcome), outcome.refused)
+    except (IntegrityError, NotFoundError) as error:
+        raise IntegrityError(f"{error}. {way_out(catalog.store.uri, plan_id, shard)}") from error
+
+
+def read_index(store: Store, prefix: str, outcome: Outcome) -> pa.Table:
+    """The index of an attempt's rows.
+
+    Raises:
+        IntegrityError, NotFoundError: it was damaged, or is gone.
+    """
+    data = get_checked(store, f"{prefix}/{outcome.index['name']}", outcome.index["checksum"])
+    return pq.read_table(BytesIO(data))
+
+
+def way_out(uri: str, plan_id: str, shard: int | None = None) -> str:
+    """How rows are computed again that can't be read any more: those of a shard, or of a whole plan."""
+    which = "--all" if shard is None else shard
+    return (
+        f"To compute its rows again, withdraw them with `layertap void {uri} {plan_id} {which}` and start "
+        "the run again"
+    )
 
 
 def _merge(parts: list[_Part]) -> Settled:

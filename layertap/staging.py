@@ -94,6 +94,10 @@ class BatchLayout:
         return len(text).to_bytes(8, "little") + text.encode()
 
     def _header_json(self) -> str:
+        return json.dumps(self.entries(), separators=(",", ":"))
+
+    def entries(self) -> dict[str, Any]:
+        """What the header says: dtype, shape and place of each tensor by its name, and `__metadata__`."""
         entries: dict[str, Any] = {"__metadata__": self._metadata()}
         dtype, width = _SAFETENSORS_DTYPE[self.spec.dtype], self.hidden_size * self.spec.item_bytes
         begin = 0
@@ -113,7 +117,7 @@ class BatchLayout:
                     "data_offsets": [begin, begin + size],
                 }
                 begin += size
-        return json.dumps(entries, separators=(",", ":"))
+        return entries
 
     def _metadata(self) -> dict[str, str]:
         return {

@@ -229,6 +229,14 @@ class Store:
             found = self._objects.list_with_delimiter(prefix)["common_prefixes"]
         return sorted(path.rpartition("/")[2] for path in found)
 
+    def names(self, prefix: str) -> list[str]:
+        """Names of the objects in the folder `prefix`, ascending; nothing below its folders is listed."""
+        with self._mapped("list", prefix):
+            if self._is_missing:
+                return []
+            found = self._objects.list_with_delimiter(prefix)["objects"]
+        return sorted(meta["path"].rpartition("/")[2] for meta in found)
+
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects in the folder `prefix` and below, by path; empty if there is no such folder."""
         with self._mapped("list", prefix):

@@ -96,6 +96,13 @@ class Target:
                 doesn't fit the device, or can't be tapped.
             SpecError: the target has no such layers.
         """
+        return cls.load_with_head(source, spec=spec, revision=revision, device=device)[0]
+
+    @classmethod
+    def load_with_head(
+        cls, source: str, *, spec: ExtractionSpec, revision: str | None = None, device: str | torch.device
+    ) -> tuple[Self, nn.Module]:
+        """As `load`, with the head besides, which makes logits of normed last hidden states."""
         found = resolve_source(source, revision)
         if found.identity != spec.target_identity:
             raise TargetError(
@@ -107,7 +114,8 @@ class Target:
             keep_gpu_kernels_out()
         model, config = _load_model(found, spec, device)
         found.check_unchanged()
-        return cls(model, info=describe(model, config, source=source, found=found), spec=spec)
+        head: nn.Module = model.get_output_embeddings()
+        return cls(model, info=describe(model, config, source=source, found=found), spec=spec), head
 
     @classmethod
     def from_backbone(cls, model: Any, *, spec: ExtractionSpec) -> Self:
@@ -147,6 +155,11 @@ class Target:
         finally:
             self._taken.clear()
 
+    @torch.inference_mode()
+    def normed(self, last_TH: Tensor) -> Tensor:
+        """A stored `last_hidden_state` after the final norm: what the head takes."""
+        return last_TH if self.spec.last_hidden_state == "post_norm" else self._norm(last_TH)
+
     def compile(self) -> None:
         """Compile the decoder layers; the next forward passes take a while, and all after them less."""
         compile_layers(self._backbone.layers)
@@ -181,7 +194,7 @@ class Target:
                 finite; says which, and by how much.
         """
         dtype = self.spec.dtype
-        convention = {name: _error(a, b) for name, a, b in self._against_reference()}
+        convention = {name: relative_error(a, b) for name, a, b in self._against_reference()}
         _refuse_above(convention, CONVENTION_TOLERANCE[dtype], "differs from Hugging Face's own states")
         padding = self._padding_errors()
         _refuse_above(padding, NOISE_TOLERANCE[dtype], "of a row depends on the padded rows beside it")
@@ -254,7 +267,9 @@ class Target:
         for row, ids_T in enumerate(rows):
             alone = self.tap(ids_T[None].to(self.device))
             for name, batch_BTH, alone_1TH in zip(self.state_names, together, alone, strict=True):
-                worst[name] = _max_or_nan(worst[name], _error(batch_BTH[row, : len(ids_T)], alone_1TH[0]))
+                worst[name] = _max_or_nan(
+                    worst[name], relative_error(batch_BTH[row, : len(ids_T)], alone_1TH[0])
+                )
         return worst
 
     def _truncate(self) -> None:
@@ -311,7 +326,7 @@ def compare_canary(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> 
                 f"{list(mine[name].shape)} {mine[name].dtype}"
             )
     dtype = next(n for n, dtype in TORCH_DTYPE.items() if dtype == mine[names[0]].dtype)
-    errors = {name: _error(mine[name], theirs[name]) for name in names}
+    errors = {name: relative_error(mine[name], theirs[name]) for name in names}
     _refuse_above(errors, NOISE_TOLERANCE[dtype], "differs from the canary of the root's first lane")
 
 
@@ -320,7 +335,7 @@ def _max_or_nan(a: float, b: float) -> float:
     return a if a != a or a > b else b
 
 
-def _error(a_TH: Tensor, b_TH: Tensor) -> float:
+def relative_error(a_TH: Tensor, b_TH: Tensor) -> float:
     """Median over tokens of the relative error of `a` against `b`; NaN where either isn't finite."""
     a, b = a_TH.float(), b_TH.to(a_TH.device).float()
     if not (a.isfinite().all() and b.isfinite().all()):

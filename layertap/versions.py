@@ -6,6 +6,7 @@ live in the table, so a dataset with other masks is a new version of the same hi
 
 import hashlib
 import json
+import logging
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -21,14 +22,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from layertap.catalog import Catalog
-from layertap.errors import AlreadyExistsError, CatalogError
-from layertap.records import check_format, get_checked, key_array, known_fields, read_record, to_json
+from layertap.errors import AlreadyExistsError, CatalogError, IntegrityError, NotFoundError
+from layertap.records import check_format, get_checked, key_array, known_fields, read_record, require, to_json
 from layertap.settled import Settled
 from layertap.spec import FORMAT_VERSION
 from layertap.store import Store, checksum
 
 if TYPE_CHECKING:
     from layertap.dataset import Scan, TokenDataset
+
+log = logging.getLogger(__name__)
 
 ROW_GROUP = 65_536
 
@@ -112,6 +115,7 @@ class Version:
             FormatError: written by a newer major format.
         """
         check_format(f"version {values['number']}", values["format_version"])
+        require(values["rows"], "path", "size", "checksum")
         return cls(**known_fields(cls, {**dict.fromkeys(ADDED_FIELDS), **values}))
 
 
@@ -185,13 +189,22 @@ class Versions:
         places = _Places.of(scan, settled)
         while True:
             newest = self.latest(complete=False)
-            if newest is not None and newest.content == places.content:
+            if newest is not None and newest.content == places.content and self._is_readable(newest):
                 return newest
             self._refuse_older(scan.fingerprint, parent)
             version = self._version(places, dataset, scan, newest)
             with suppress(AlreadyExistsError):
                 self.store.create(f"versions/{version.number}.json", to_json(asdict(version)))
                 return version
+
+    def _is_readable(self, version: Version) -> bool:
+        """Whether the version's table is whole; if not, a new version takes its place."""
+        try:
+            get_checked(self.store, version.rows["path"], version.rows["checksum"])
+        except (IntegrityError, NotFoundError) as error:
+            log.warning("version %d is published anew, for its table is lost: %s", version.number, error)
+            return False
+        return True
 
     def _refuse_older(self, dataset_fingerprint: str, parent: int | None) -> None:
         for number in self.numbers():

@@ -27,7 +27,9 @@ from layertap.coordinator import RunProgress
 from layertap.report import Report
 
 PLAN, PROGRESS, SHARDS, OUTCOME = "layertap-plan", "layertap-progress", "layertap-shards", "layertap-outcome"
-"""Keys of the artifacts."""
+"""Keys of a run's artifacts."""
+
+VERIFICATION = "layertap-verification"
 
 PROGRESS_EVERY_S = 5.0
 SHARDS_EVERY_S = 30.0

@@ -56,7 +56,7 @@ def test_help_lists_every_command_and_imports_nothing_heavy():
         "print('heavy:', [m for m in ('prefect', 'torch', 'transformers') if m in sys.modules])\n"
     )
     shown = python(code).stdout
-    for command in ("prepare", "plan", "status", "up", "down", "workers", "run"):
+    for command in ("prepare", "plan", "status", "verify", "void", "up", "down", "workers", "run"):
         assert f"\n  {command} " in shown
     assert "heavy: []" in shown
     assert "Not available" not in shown

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from deployments.bootstrap import PREFECT_FILE
 from flows.extract import extract_hidden_states
-from flows.parameters import Advanced, Extraction, Preparation
+from flows.parameters import Advanced, Extraction, Preparation, Verification
 from layertap.errors import InputError
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(PREFECT_FILE.read_text())["deployments"]
@@ -28,7 +28,7 @@ def test_every_deployment_loads(deployment: dict[str, Any]) -> None:
 
 def test_flows_have_the_promised_names() -> None:
     names = {deployment["entrypoint"].rsplit(".", 1)[-1] for deployment in DEPLOYMENTS}
-    assert names == {"extract_hidden_states", "extraction_lane", "prepare_dataset"}
+    assert names == {"extract_hidden_states", "extraction_lane", "prepare_dataset", "verify"}
 
 
 def test_lanes_go_to_the_gpu_pool_and_all_else_to_the_control_pool() -> None:
@@ -103,6 +103,6 @@ def test_the_form_becomes_the_settings_it_says() -> None:
 
 
 def test_forms_have_a_description_for_every_field() -> None:
-    for form in (Extraction, Advanced, Preparation):
+    for form in (Extraction, Advanced, Preparation, Verification):
         missing = [name for name, field in form.model_fields.items() if not field.description]
         assert not missing

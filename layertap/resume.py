@@ -1,0 +1,78 @@
+"""Which plan a run works on: an unfinished one of the same rows, or a new one."""
+
+import logging
+import operator
+from collections.abc import Callable, Collection
+from functools import reduce
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.catalog import HAS_ENDED, Catalog, PlanRecord, Watcher
+from layertap.errors import FormatError, InputError, IntegrityError
+from layertap.plan import Plan
+from layertap.records import keys_xor
+
+log = logging.getLogger(__name__)
+
+
+def take_up(
+    catalog: Catalog,
+    plan: Plan,
+    tokens: Callable[[int], NDArray[np.int32]],
+    *,
+    max_batch_bytes: int,
+    shards: Collection[int] = (),
+) -> PlanRecord:
+    """The unfinished plan that computes exactly these rows, its failed shards made to wait again, or `plan`.
+
+    Rows that were stored under this plan and withdrawn get a new generation of it, whose shards nobody has
+    settled.
+
+    Args:
+        catalog: of the root.
+        plan: the rows to compute.
+        tokens: token ids of the plan's k-th row, as they are extracted.
+        max_batch_bytes: data bytes of its largest batch file.
+        shards: those whose failures are forgotten; none means all.
+
+    Raises:
+        InputError: the plan has none of `shards`.
+        DatasetError: a row's tokens aren't those of its key: the dataset changed since it was scanned.
+    """
+    record = _unfinished(catalog, plan)
+    if record is None:
+        fresh = next(p for p in map(plan.again, count()) if not catalog.is_spent(p.plan_id))
+        record = catalog.put_plan(fresh, tokens, max_batch_bytes=max_batch_bytes)
+    if strangers := sorted(set(shards) - set(catalog.without_outcome(record.plan_id))):
+        raise InputError(
+            f"shards {strangers} of plan {record.plan_id} can't be tried again: they are committed, or the "
+            "plan isn't that of the dataset as it is now. Leave the shards out to do all that is missing"
+        )
+    for shard, status in Watcher(catalog, record.plan_id).poll().items():
+        if status.claim and status.state not in HAS_ENDED and (not shards or shard in shards):
+            catalog.retry(record.plan_id, shard, status.claim)
+    return record
+
+
+def _unfinished(catalog: Catalog, plan: Plan) -> PlanRecord | None:
+    """An existing plan whose shards without an outcome hold just the keys of `plan`.
+
+    Cutting the rest of an interrupted run anew would compute again what its surviving lanes have in hand.
+    """
+    for plan_id in catalog.plans():
+        try:
+            record = catalog.plan(plan_id)
+        except FormatError:  # of another layertap; its lanes will finish it, or nobody
+            continue
+        except IntegrityError as error:
+            log.warning("a plan is not gone on with: %s", error)
+            continue
+        if record.settings != plan.settings:
+            continue
+        left = [record.shards[k] for k in catalog.without_outcome(plan_id)]
+        xor = reduce(operator.xor, (int(shard.keys_xor, 16) for shard in left), 0)
+        if (sum(shard.num_rows for shard in left), xor) == (len(plan.keys), int(keys_xor(plan.keys), 16)):
+            return record
+    return None

@@ -1,0 +1,83 @@
+"""The commands that look after a root: `verify`, `void`, `gc`, `prune`."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from layertap.errors import InputError
+
+if TYPE_CHECKING:
+    from layertap.catalog import Catalog
+
+root_argument = click.argument("root")
+
+
+@click.command()
+@root_argument
+@click.option("--rows", type=click.IntRange(min=1), default=1000, show_default=True, help="Rows to read.")
+@click.option("--all", "all_rows", is_flag=True, help="Read every row, and every file whole.")
+@click.option("--target", metavar="ID|FOLDER", help="Compute some of the rows again on this target.")
+@click.option("--revision", help="Hub revision of the target.")
+@click.option(
+    "--recompute", type=click.IntRange(min=1), default=8, show_default=True, help="Rows to compute again."
+)
+def verify(
+    root: str, rows: int, all_rows: bool, target: str | None, revision: str | None, recompute: int
+) -> None:
+    """Read ROOT back and say what isn't as it was written.
+
+    Every record is checked, and of a sample of rows, or all, the files' sizes, headers and checksums,
+    extraction keys, and that the states are finite and not the same everywhere. The exit code is 1 if
+    anything is wrong.
+    """
+    from layertap.store import Store
+    from layertap.verify import verify_root
+
+    report = verify_root(
+        Store.open(root),
+        num_rows=None if all_rows else rows,
+        target=target,
+        revision=revision,
+        num_recomputed=recompute,
+    )
+    click.echo(str(report))
+    for finding in report.findings:
+        click.echo(f"{finding}")
+    for way in report.ways_out():
+        click.echo(way)
+    if report.findings:
+        raise SystemExit(1)
+
+
+@click.command()
+@root_argument
+@click.argument("plan_id", metavar="PLAN")
+@click.argument("shards", metavar="[SHARD]...", type=click.IntRange(min=0), nargs=-1)
+@click.option("--all", "all_shards", is_flag=True, help="Every shard of the plan.")
+@click.option("--reason", default="withdrawn by hand", show_default=True)
+def void(root: str, plan_id: str, shards: tuple[int, ...], all_shards: bool, reason: str) -> None:
+    """Withdraw shards of a PLAN of ROOT, so that the next run computes their rows again.
+
+    Their files stay until `gc`; versions that name them keep them.
+    """
+    from layertap.catalog import Catalog
+    from layertap.store import Store
+
+    catalog = Catalog(Store.open(root))
+    catalog.root()
+    for shard in _chosen(catalog, plan_id, shards, all_shards):
+        catalog.void(plan_id, shard, reason=reason)
+        click.echo(f"withdrawn: shard {shard} of plan {plan_id}")
+    click.echo("Start the run again to compute their rows anew.")
+
+
+def _chosen(catalog: "Catalog", plan_id: str, shards: tuple[int, ...], all_shards: bool) -> list[int]:
+    there = catalog.shards(plan_id)
+    if not there:
+        plans = ", ".join(catalog.store.folders("plans")) or "none"
+        raise InputError(f"{catalog.store.uri} has no plan {plan_id!r}; plans there: {plans}")
+    if all_shards == bool(shards):
+        raise InputError("give either the shards to withdraw, or --all")
+    if unknown := sorted(set(shards) - set(there)):
+        raise InputError(f"plan {plan_id} has no shard {unknown[0]}; its shards are 0 to {there[-1]}")
+    return there if all_shards else sorted(set(shards))

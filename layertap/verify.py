@@ -1,0 +1,405 @@
+"""Whether a root still holds what was written to it: records, headers, checksums, and the states themselves.
+
+Everything is read back from the store; nothing is written. What is found wrong is named with the way out.
+Shapes: T tokens of a row, L layers, H hidden size.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from layertap.catalog import Catalog, PlanRecord
+from layertap.errors import CatalogError, IntegrityError, NotFoundError, StoreError
+from layertap.records import KEY_BYTES, Outcome, keys_of, keys_xor
+from layertap.settled import read_index, way_out
+from layertap.spec import ExtractionSpec
+from layertap.staging import BatchLayout
+from layertap.store import Store, checksum, crc64nvme
+from layertap.versions import Versions
+
+FILES_AT_ONCE = 4
+"""Batch files read at a time; whole ones take half a gigabyte each in the headline job."""
+
+MAX_TABLE_ROWS = 100
+
+RESTORE = "restore it from a copy"
+RUN_AGAIN = "start the run again: it publishes a new version of the rows that are stored"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that is not as it was written."""
+
+    where: str
+    """Path under the root; for a row also its extraction key."""
+
+    problem: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}"
+
+
+@dataclass(kw_only=True)
+class Verification:
+    """What was read back, and what was wrong with it."""
+
+    uri: str
+    num_records: int = 0
+    """Records, indices and tables read."""
+
+    num_files: int = 0
+    """Batch files of which something was read."""
+
+    num_rows: int = 0
+    """Rows whose bytes were read and checked."""
+
+    num_bytes: int = 0
+    """Bytes of those."""
+
+    findings: list[Finding] = field(default_factory=list)
+    recomputed: str = ""
+    """What comparing recomputed rows gave, in words; empty if that wasn't asked for."""
+
+    def __str__(self) -> str:
+        read = (
+            f"{self.num_records:,} records, {self.num_rows:,} rows in {self.num_files:,} files "
+            f"({self.num_bytes / 1e9:.3g} GB) read back: {len(self.findings):,} findings"
+        )
+        return f"{read}; {self.recomputed}" if self.recomputed else read
+
+    def ways_out(self) -> list[str]:
+        """What to do, each once, in the order of the findings."""
+        return list(dict.fromkeys(finding.way_out for finding in self.findings))
+
+    def check(self) -> None:
+        """Fail if anything was found.
+
+        Raises:
+            IntegrityError: names the first findings and what to do.
+        """
+        if self.findings:
+            first = "".join(f"\n  {finding}" for finding in self.findings[:5])
+            raise IntegrityError(
+                f"{self.uri}: {len(self.findings):,} findings:{first}\n" + "\n".join(self.ways_out()[:5])
+            )
+
+    def markdown(self) -> str:
+        """The report for a person."""
+        lines = [f"{self}."]
+        if self.findings:
+            lines += ["", "| where | what is wrong | way out |", "| --- | --- | --- |"]
+            lines += [f"| {f.where} | {f.problem} | {f.way_out} |" for f in self.findings[:MAX_TABLE_ROWS]]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRow:
+    """A row as its shard's index knows it."""
+
+    key: bytes
+    num_tokens: int
+    offset: int
+    nbytes: int
+    crc64nvme: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """A batch file of a committed shard."""
+
+    path: str
+    size: int
+    checksum: str
+    rows: tuple[StoredRow, ...]
+    """In the order of the file."""
+
+    outcome: Outcome
+    way_out: str
+
+
+def verify_root(
+    store: Store,
+    *,
+    num_rows: int | None = 1000,
+    target: str | None = None,
+    revision: str | None = None,
+    num_recomputed: int = 8,
+    seed: int | None = None,
+) -> Verification:
+    """Check every record of the root, and rows of it.
+
+    Args:
+        store: the root.
+        num_rows: how many, drawn at random; None for all. All rows are read as whole files, so that the
+            files' checksums and headers are checked too; of a sample the files' sizes and the rows are.
+        target: hub id or folder of the target, to compute some of the rows again; None doesn't.
+        revision: hub revision of the target.
+        num_recomputed: how many rows are computed again.
+        seed: of the draws.
+
+    Raises:
+        CatalogError, IntegrityError: there is no root, or its own record is damaged.
+        TargetError: the target can't be loaded here, or isn't the one of the root.
+    """
+    verifier = _Verifier(store)
+    files = verifier.committed_files()
+    verifier.check_versions(files)
+    chosen = files if num_rows is None else sample(files, num_rows, seed)
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        list(pool.map(verifier.check_whole if num_rows is None else verifier.check_rows, chosen))
+    if target is not None:
+        from layertap.recompute import recompute
+
+        drawn = sample(chosen, num_recomputed, seed)
+        recompute(store, drawn, verifier.report, target=target, revision=revision)
+    return verifier.report
+
+
+def sample(files: list[StoredFile], num_rows: int, seed: int | None = None) -> list[StoredFile]:
+    """The files with `num_rows` of their rows, drawn at random; files without a drawn row are left out."""
+    ends = np.cumsum([len(file.rows) for file in files], dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    drawn = np.random.default_rng(seed).choice(total, min(num_rows, total), replace=False)
+    by_file: dict[int, list[int]] = {}
+    for k in np.sort(drawn).tolist():
+        number = int(np.searchsorted(ends, k, side="right"))
+        by_file.setdefault(number, []).append(k - (int(ends[number - 1]) if number else 0))
+    return [_with_rows(files[n], tuple(files[n].rows[i] for i in rows)) for n, rows in by_file.items()]
+
+
+def _with_rows(file: StoredFile, rows: tuple[StoredRow, ...]) -> StoredFile:
+    return StoredFile(**{**vars(file), "rows": rows})
+
+
+class _Verifier:
+    """Collects what is wrong with one root."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.catalog = Catalog(store)
+        self.spec = self.catalog.root().spec
+        self.report = Verification(uri=store.uri)
+
+    def _find(self, where: str, problem: object, way: str) -> None:
+        text = str(problem).removeprefix(f"{self.store.uri}/").removeprefix(f"{where} ")
+        self.report.findings.append(Finding(where=where, problem=text, way_out=way))
+
+    def committed_files(self) -> list[StoredFile]:
+        """Batch files of all committed shards, after checks of every record on the way to them."""
+        found: list[StoredFile] = []
+        for plan_id in self.store.folders("plans"):
+            record = self._plan(plan_id)
+            committed = self.catalog.committed(plan_id)
+            for shard in committed:
+                found += self._shard_files(plan_id, shard, record)
+            if record is not None:
+                self._check_waiting(plan_id, record)
+        return found
+
+    def _plan(self, plan_id: str) -> PlanRecord | None:
+        self.report.num_records += 1
+        try:
+            return self.catalog.plan(plan_id)
+        except NotFoundError:  # its coordinator died on the way, or is about to write it
+            return None
+        except CatalogError as error:
+            self._find(f"plans/{plan_id}/plan.json", error, "verify with the layertap that made the plan")
+        except IntegrityError as error:
+            self._find(f"plans/{plan_id}/plan.json", error, way_out(self.store.uri, plan_id))
+        return None
+
+    def _check_waiting(self, plan_id: str, record: PlanRecord) -> None:
+        for shard in self.catalog.without_outcome(plan_id):
+            self.report.num_records += 1
+            try:
+                self.catalog.shard_rows(plan_id, shard)
+            except (IntegrityError, NotFoundError) as error:
+                where = f"plans/{plan_id}/shard-{shard:05d}.arrow"
+                self._find(where, error, way_out(self.store.uri, plan_id, shard))
+
+    def _shard_files(self, plan_id: str, shard: int, record: PlanRecord | None) -> list[StoredFile]:
+        way = way_out(self.store.uri, plan_id, shard)
+        self.report.num_records += 2
+        try:
+            outcome = self.catalog.outcome(plan_id, shard)
+            prefix = self.catalog.attempt_prefix(plan_id, shard, outcome.attempt)
+            index = read_index(self.store, prefix, outcome)
+        except (IntegrityError, NotFoundError) as error:
+            self._find(f"plans/{plan_id}/state/{shard:05d}.outcome", error, way)
+            return []
+        if record is not None and (problem := _wrong_keys(index, outcome, record, shard)):
+            self._find(f"{prefix}/{outcome.index['name']}", problem, way)
+        rows = _rows_by_file(index)
+        for name in rows.keys() - {file["name"] for file in outcome.files}:
+            self._find(f"{prefix}/{name}", "the index names it, the outcome doesn't", way)
+        return [
+            StoredFile(
+                path=f"{prefix}/{file['name']}",
+                size=file["size"],
+                checksum=file["checksum"],
+                rows=tuple(rows.get(file["name"], ())),
+                outcome=outcome,
+                way_out=way,
+            )
+            for file in outcome.files
+        ]
+
+    def check_versions(self, files: list[StoredFile]) -> None:
+        """Check each version's record and table, and that the newest one names only rows that count."""
+        versions, there = Versions(self.store), {file.path for file in files}
+        numbers = versions.numbers()
+        for number in numbers:
+            self.report.num_records += 2
+            where, is_newest = f"versions/{number}.json", number == numbers[-1]
+            way = RUN_AGAIN if is_newest else f"{RESTORE}, or remove it with `layertap prune`"
+            try:
+                table = versions.rows(versions.get(number), ["file"])
+            except (IntegrityError, NotFoundError) as error:
+                self._find(where, error, way)
+                continue
+            gone = {name for name in table["file"].unique().to_pylist() if name is not None} - there
+            if gone and is_newest:
+                what = f"it names {len(gone):,} files that no outcome names, such as {min(gone)}"
+                self._find(where, what, RUN_AGAIN)
+
+    def check_whole(self, file: StoredFile) -> None:
+        """Read a file whole: its size and checksum, its header, every row."""
+        try:
+            data = self.store.get(file.path)
+        except StoreError as error:
+            return self._find(file.path, error, file.way_out)
+        if len(data) != file.size or checksum(data) != file.checksum:
+            said = (
+                f"{len(data)} bytes with {checksum(data)}, but written were {file.size} with {file.checksum}"
+            )
+            self._find(file.path, said, file.way_out)
+        if problem := wrong_header(data, file, self.spec):
+            self._find(file.path, problem, file.way_out)
+        view = memoryview(data)
+        for row in file.rows:
+            self._check_row(file, row, view[row.offset : row.offset + row.nbytes])
+        self._count(file, len(data))
+
+    def check_rows(self, file: StoredFile) -> None:
+        """Check the size of a file and some of its rows, each read as a range."""
+        try:
+            size = self.store.head(file.path).size
+            if size != file.size:
+                self._find(file.path, f"{size} bytes, but written were {file.size}", file.way_out)
+            for row in file.rows:
+                self._check_row(file, row, self.store.get_range(file.path, row.offset, row.nbytes))
+        except (StoreError, IntegrityError) as error:
+            self._find(file.path, error, file.way_out)
+        self._count(file, sum(row.nbytes for row in file.rows))
+
+    def _check_row(self, file: StoredFile, row: StoredRow, data: bytes | memoryview) -> None:
+        if problem := wrong_row(row, data, self.spec):
+            self._find(f"{file.path} row {row.key.hex()}", problem, file.way_out)
+
+    def _count(self, file: StoredFile, num_bytes: int) -> None:
+        self.report.num_files += 1
+        self.report.num_rows += len(file.rows)
+        self.report.num_bytes += num_bytes
+
+
+def _wrong_keys(index: pa.Table, outcome: Outcome, record: PlanRecord, shard: int) -> str | None:
+    """Whether stored and refused rows together aren't those of the shard."""
+    planned = record.shards[shard]
+    refused = np.frombuffer(bytes.fromhex("".join(row["key"] for row in outcome.refused)), np.uint8)
+    stored = keys_of(index["extraction_key"].combine_chunks()) if len(index) else np.empty((0, 16), np.uint8)
+    keys = np.concatenate([stored, refused.reshape(-1, KEY_BYTES)])
+    if (len(keys), keys_xor(keys)) == (planned.num_rows, planned.keys_xor):
+        return None
+    return (
+        f"{len(stored)} rows stored and {len(outcome.refused)} refused aren't the {planned.num_rows} planned"
+    )
+
+
+def _rows_by_file(index: pa.Table) -> dict[str, list[StoredRow]]:
+    rows: dict[str, list[StoredRow]] = {}
+    columns: Any = [index[name].to_pylist() for name in index.schema.names]
+    for values in zip(*columns, strict=True):
+        named = dict(zip(index.schema.names, values, strict=True))
+        row = StoredRow(
+            key=named["extraction_key"],
+            num_tokens=named["num_tokens"],
+            offset=named["offset"],
+            nbytes=named["nbytes"],
+            crc64nvme=named["crc64nvme"],
+        )
+        rows.setdefault(named["file"], []).append(row)
+    return {name: sorted(of_file, key=lambda row: row.offset) for name, of_file in rows.items()}
+
+
+def wrong_header(data: bytes, file: StoredFile, spec: ExtractionSpec) -> str | None:
+    """What is wrong with the header of a whole file, against the rows of the index; None if nothing is."""
+    header_end = 8 + int.from_bytes(data[:8], "little")
+    ends = [header_end, *(row.offset + row.nbytes for row in file.rows)]
+    if len(data) < 8 or header_end > len(data):
+        return f"the header ends at byte {header_end} of {len(data)}"
+    if ends != [*(row.offset for row in file.rows), len(data)]:
+        return f"the header ends at byte {header_end}, and rows don't fill what follows up to {len(data)}"
+    try:
+        found = json.loads(data[8:header_end])
+    except ValueError as error:
+        return f"the header is no JSON: {error}"
+    expected = _layout(file, spec).entries()
+    for name in expected.keys() | found.keys():
+        if found.get(name) != expected.get(name):
+            return f"the header says of {name} {found.get(name)}, where {expected.get(name)} is stored"
+    return None
+
+
+def _layout(file: StoredFile, spec: ExtractionSpec) -> BatchLayout:
+    first = file.rows[0]
+    return BatchLayout.of(
+        [row.key.hex() for row in file.rows],
+        [row.num_tokens for row in file.rows],
+        spec=spec,
+        hidden_size=_hidden_size(first, spec),
+    )
+
+
+def _hidden_size(row: StoredRow, spec: ExtractionSpec) -> int:
+    return (row.nbytes // row.num_tokens - 4) // (spec.num_states * spec.item_bytes)
+
+
+def states_of(row: StoredRow, data: bytes | memoryview, spec: ExtractionSpec) -> dict[str, Tensor]:
+    """The [T, H] states of a row by name: `layer_<id>` for each layer, then `last_hidden_state` if stored."""
+    hidden, num_layers = _hidden_size(row, spec), len(spec.layer_ids)
+    values = torch.frombuffer(bytearray(data[: -4 * row.num_tokens]), dtype=getattr(torch, spec.dtype))
+    layers_end = row.num_tokens * num_layers * hidden
+    layers_TLH = values[:layers_end].view(row.num_tokens, num_layers, hidden)
+    named = {f"layer_{k}": layers_TLH[:, i] for i, k in enumerate(spec.layer_ids)}
+    if spec.stores_last:
+        named["last_hidden_state"] = values[layers_end:].view(row.num_tokens, hidden)
+    return named
+
+
+def wrong_row(row: StoredRow, data: bytes | memoryview, spec: ExtractionSpec) -> str | None:
+    """What is wrong with the bytes of a row; None if nothing is."""
+    if len(data) != row.nbytes:
+        return f"{len(data)} of {row.nbytes} bytes are there"
+    if crc64nvme(data) != row.crc64nvme:
+        return "its bytes don't have the CRC64NVME they were written with"
+    if hashlib.blake2b(data[-4 * row.num_tokens :], digest_size=KEY_BYTES).digest() != row.key:
+        return "its token ids aren't those of its extraction key"
+    return next(_unlikely(states_of(row, data, spec)), None)
+
+
+def _unlikely(states: dict[str, Tensor]) -> Iterator[str]:
+    for name, state_TH in states.items():
+        low, high = torch.aminmax(state_TH.float())
+        if not (low.isfinite() and high.isfinite()):
+            yield f"{name} isn't finite"
+        elif low == high and state_TH.numel() > 1:
+            yield f"{name} is {low.item():g} everywhere"
