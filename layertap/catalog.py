@@ -40,7 +40,7 @@ from layertap.records import (
     to_json,
 )
 from layertap.settled import Settled, read_settled
-from layertap.shard_state import ShardState, ShardStatus, shard_state
+from layertap.shard_state import ShardState, shard_state
 from layertap.store import Store, checksum
 
 __all__ = [
@@ -52,16 +52,10 @@ __all__ = [
     "Settled",
     "ShardRecord",
     "ShardRows",
-    "ShardState",
-    "ShardStatus",
     "Snapshot",
-    "Watcher",
-    "shard_state",
 ]
 
 ROOT = "layertap.json"
-BEATS_TO_STALE = 3
-
 HAS_ENDED = (ShardState.COMMITTED, ShardState.VOID)
 
 SHARD_FILE = re.compile(r"shard-(\d{5,})\.arrow")
@@ -354,46 +348,6 @@ class Catalog:
             CatalogError: a plan is of another extraction than the root.
         """
         return read_settled(self)
-
-
-class Watcher:
-    """Tells living lanes from dead ones: a claim that doesn't change for three beats of this clock is stale.
-
-    Only changes count, never the time of day on another host.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        plan_id: str,
-        beat_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._catalog = catalog
-        self._plan_id = plan_id
-        self._num_shards = len(catalog.plan(plan_id).shards)
-        self._patience_s = BEATS_TO_STALE * beat_s
-        self._clock = clock
-        self._seen: dict[int, tuple[tuple[int, str | None], float]] = {}
-
-    def poll(self) -> dict[int, ShardStatus]:
-        """The status of every shard of the plan."""
-        asked_at = self._clock()
-        snapshot = self._catalog.snapshot(self._plan_id)
-        return {
-            shard: shard_state(snapshot.names.get(shard, ()), self._stale(shard, snapshot, asked_at))
-            for shard in range(self._num_shards)
-        }
-
-    def _stale(self, shard: int, snapshot: Snapshot, now: float) -> list[int]:
-        tag = snapshot.claim_tags.get(shard)
-        if tag is None:
-            return []
-        before, since = self._seen.get(shard, (None, now))
-        if tag != before:
-            self._seen[shard] = (tag, now)
-            return []
-        return [tag[0]] if now - since >= self._patience_s else []
 
 
 def _state(plan_id: str, shard: int) -> str:

@@ -24,6 +24,7 @@ from layertap.spec import FORMAT_VERSION, DTypeName, ExtractionSpec, LastHiddenS
 from layertap.store import Store
 from layertap.target_info import TargetInfo, inspect_target
 from layertap.versions import Versions
+from layertap.watcher import Watcher
 
 TRAINERS_THAT_NEED_LAST = ("speculators", "ModelOpt", "EAGLE-3 in SpecForge", "Automodel", "DeepSpec")
 """Trainers that read the last hidden state whatever their loss, so that `none` shuts them out."""

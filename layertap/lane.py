@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 from safetensors.torch import load, save
 
-from layertap.catalog import Catalog, Claim, Outcome, PlanRecord, Watcher
+from layertap.catalog import Catalog, Claim, Outcome, PlanRecord
 from layertap.errors import (
     AlreadyExistsError,
     ClaimLostError,
@@ -35,6 +35,7 @@ from layertap.shard_state import ShardState
 from layertap.store import Store
 from layertap.target import Target, compare_canary
 from layertap.target_files import store_target
+from layertap.watcher import Watcher
 
 BEAT_S = 10.0
 """Seconds between two beats of a claim; a claim without a beat for three of them is stale."""

@@ -9,10 +9,11 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.catalog import HAS_ENDED, Catalog, PlanRecord, Watcher
+from layertap.catalog import HAS_ENDED, Catalog, PlanRecord
 from layertap.errors import FormatError, InputError, IntegrityError
 from layertap.plan import Plan
 from layertap.records import keys_xor
+from layertap.watcher import Watcher
 
 log = logging.getLogger(__name__)
 

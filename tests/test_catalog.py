@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from layertap.catalog import Catalog, PlanRecord, Root, ShardRows, Watcher
+from layertap.catalog import Catalog, PlanRecord, Root, ShardRows
 from layertap.errors import (
     AlreadyExistsError,
     CatalogError,
@@ -26,6 +26,7 @@ from layertap.errors import (
 from layertap.records import keys_xor, to_json
 from layertap.shard_state import ShardState, shard_state
 from layertap.store import Store
+from layertap.watcher import Watcher
 from tests.stored import (
     SPEC,
     claimed,
@@ -345,6 +346,14 @@ class _Clock:
     def __call__(self) -> float:
         return self.now_s
 
+    def passes(self, seconds: float, watcher: Watcher) -> ShardState:
+        """The state of shard 0 after the seconds, in which the watcher looked every other second."""
+        for _ in range(int(seconds // 2)):
+            self.now_s += 2
+            watcher.poll()
+        self.now_s += seconds % 2
+        return watcher.poll()[0].state
+
 
 def test_a_claim_without_three_beats_on_the_watchers_clock_is_stale(
     catalog: Catalog, plan: PlanRecord
@@ -354,17 +363,14 @@ def test_a_claim_without_three_beats_on_the_watchers_clock_is_stale(
     assert [s.state for s in watcher.poll().values()] == [WAITING] * len(plan.shards)
     claim = claimed(catalog, plan, 0)
     assert watcher.poll()[0].state == CLAIMED
-    clock.now_s += 29.9
-    assert watcher.poll()[0].state == CLAIMED
-    clock.now_s += 0.1
-    assert watcher.poll()[0].state == STALE
+    assert clock.passes(29, watcher) == CLAIMED
+    assert clock.passes(1, watcher) == STALE
     catalog.beat(claim, {})
     assert watcher.poll()[0].state == CLAIMED
-    clock.now_s += 29.9
+    assert clock.passes(29, watcher) == CLAIMED
     catalog.beat(claim, {})
-    assert watcher.poll()[0].state == CLAIMED
-    clock.now_s += 29.9
-    assert watcher.poll()[0].state == CLAIMED
+    assert clock.passes(29, watcher) == CLAIMED
+    assert clock.passes(3, watcher) == STALE
 
 
 def test_a_watcher_that_comes_late_waits_its_own_three_beats(catalog: Catalog, plan: PlanRecord) -> None:
@@ -373,8 +379,20 @@ def test_a_watcher_that_comes_late_waits_its_own_three_beats(catalog: Catalog, p
     clock.now_s += 500
     watcher = Watcher(catalog, plan.plan_id, beat_s=10, clock=clock)
     assert watcher.poll()[0].state == CLAIMED
-    clock.now_s += 30
-    assert watcher.poll()[0].state == STALE
+    assert clock.passes(30, watcher) == STALE
+
+
+def test_a_watcher_that_was_suspended_takes_nobody_for_dead(catalog: Catalog, plan: PlanRecord) -> None:
+    """As with all processes of a host, or while the store was away for beats and looks alike."""
+    clock = _Clock()
+    watcher = Watcher(catalog, plan.plan_id, beat_s=10, clock=clock)
+    claim = claimed(catalog, plan, 0)
+    watcher.poll()
+    clock.now_s += 3600
+    assert watcher.poll()[0].state == CLAIMED
+    assert clock.passes(8, watcher) == CLAIMED
+    catalog.beat(claim, {})
+    assert clock.passes(28, watcher) == CLAIMED
 
 
 def test_the_tenth_claim_comes_after_the_ninth(catalog: Catalog, plan: PlanRecord) -> None:
@@ -388,7 +406,7 @@ def test_a_stale_shard_is_taken_over_by_one_lane(catalog: Catalog, plan: PlanRec
     watcher = Watcher(catalog, plan.plan_id, beat_s=10, clock=clock)
     claimed(catalog, plan, 0, lane="dead")
     watcher.poll()
-    clock.now_s += 31
+    assert clock.passes(31, watcher) == STALE
     status = watcher.poll()[0]
     assert (status.state, status.claim, status.num_deaths) == (STALE, 1, 1)
     assert catalog.claim(plan.plan_id, 0, status.claim + 1, lane="b", details={}) is not None
