@@ -22,7 +22,7 @@ from layertap.records import KEY_BYTES, Outcome, keys_of, keys_xor
 from layertap.settled import read_index, way_out
 from layertap.spec import ExtractionSpec
 from layertap.staging import BatchLayout
-from layertap.store import Store, checksum, crc64nvme
+from layertap.store import Buffer, Store, checksum, crc64nvme
 from layertap.versions import Versions
 
 FILES_AT_ONCE = 4
@@ -301,7 +301,7 @@ class _Verifier:
             self._find(file.path, error, file.way_out)
         self._count(file, sum(row.nbytes for row in file.rows))
 
-    def _check_row(self, file: StoredFile, row: StoredRow, data: bytes | memoryview) -> None:
+    def _check_row(self, file: StoredFile, row: StoredRow, data: Buffer) -> None:
         if problem := wrong_row(row, data, self.spec):
             self._find(f"{file.path} row {row.key.hex()}", problem, file.way_out)
 
@@ -373,7 +373,7 @@ def _hidden_size(row: StoredRow, spec: ExtractionSpec) -> int:
     return (row.nbytes // row.num_tokens - 4) // (spec.num_states * spec.item_bytes)
 
 
-def states_of(row: StoredRow, data: bytes | memoryview, spec: ExtractionSpec) -> dict[str, Tensor]:
+def states_of(row: StoredRow, data: Buffer, spec: ExtractionSpec) -> dict[str, Tensor]:
     """The [T, H] states of a row by name: `layer_<id>` for each layer, then `last_hidden_state` if stored."""
     hidden, num_layers = _hidden_size(row, spec), len(spec.layer_ids)
     values = torch.frombuffer(bytearray(data[: -4 * row.num_tokens]), dtype=getattr(torch, spec.dtype))
@@ -385,7 +385,7 @@ def states_of(row: StoredRow, data: bytes | memoryview, spec: ExtractionSpec) ->
     return named
 
 
-def wrong_row(row: StoredRow, data: bytes | memoryview, spec: ExtractionSpec) -> str | None:
+def wrong_row(row: StoredRow, data: Buffer, spec: ExtractionSpec) -> str | None:
     """What is wrong with the bytes of a row; None if nothing is."""
     if len(data) != row.nbytes:
         return f"{len(data)} of {row.nbytes} bytes are there"

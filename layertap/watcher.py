@@ -10,7 +10,7 @@ BEATS_TO_STALE = 3
 
 
 class Watcher:
-    """Looks at the shards of a plan: a claim that isn't seen to change for three beats of this clock is stale.
+    """Looks at the shards of a plan: a claim that isn't seen to change for three beats is stale.
 
     Only changes count, never the time of day on another host. Between two looks at most one beat is counted:
     whoever was suspended, or cut off from the store, has not seen that the others were silent.
