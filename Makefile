@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST := build/transformers-5.17
+CONTRACTS := build/contracts
+TRAINERS := speculators specforge modelopt automodel
 
 LANES ?= 2
 PORT ?= 4200
@@ -20,7 +22,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test system check fix bench clean help
+.PHONY: demo test system contracts check fix bench clean help
 
 help:  ## say what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -34,6 +36,14 @@ test: $(READY) $(OLDEST)/.ready  ## all tests, and those of the engine again on 
 
 system: $(READY)  ## only the tests with a real server, store and workers
 	$(BIN)/python -m pytest -m system
+
+contracts: $(TRAINERS:%=$(CONTRACTS)/%/.ready)  ## trainers' own readers and losses, in their released packages, on our roots and files
+	rm -rf $(CONTRACTS)/roots
+	$(BIN)/python -m tests.contracts.roots $(CONTRACTS)/roots
+	@set -e; for trainer in $(TRAINERS); do \
+	    PYTHONPATH="$(CURDIR)/$(CONTRACTS)/$$trainer:$(CURDIR)" $(BIN)/python -m pytest \
+	        --confcutdir=tests/contracts --timeout=600 tests/contracts/$${trainer}_contract.py; \
+	done
 
 check: $(READY)  ## linter, formatter, types, imports
 	$(BIN)/ruff check $(SOURCES)
@@ -62,6 +72,12 @@ $(READY): constraints.txt demo/requirements.txt pyproject.toml
 	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables
 	$(BIN)/python -m pip install -q --no-deps --no-compile --require-hashes -r demo/requirements.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[demo,dev]'
+	@touch $@
+
+# What a trainer needs of other versions than ours lies in a folder of its own, in front of our environment.
+$(CONTRACTS)/%/.ready: tests/contracts/%.txt | $(READY)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install -q --no-deps --target $(@D) -r $<
 	@touch $@
 
 # Beside transformers only the hub's client differs: 5.17 refuses its second major version.

@@ -33,13 +33,25 @@ class StoredTensor:
 
     def chunks(self) -> Iterator[bytes]:
         """A safetensors file of this tensor alone."""
-        entry = {"dtype": self.dtype, "shape": list(self.shape), "data_offsets": [0, self.nbytes]}
-        header = json.dumps({self.name: entry}).encode()
-        header += b" " * (-len(header) % 64 + 56)  # data begins at a multiple of 64
-        yield len(header).to_bytes(8, "little") + header
+        yield safetensors_header({self.name: (self.dtype, self.shape, self.nbytes)})
         with self.file.open("rb") as file:
             for at in range(0, self.nbytes, CHUNK_BYTES):
                 yield os.pread(file.fileno(), min(CHUNK_BYTES, self.nbytes - at), self.start + at)
+
+
+def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> bytes:
+    """What stands before the data of a safetensors file; data begins at a multiple of 64.
+
+    Args:
+        tensors: by name, in the order of the data: dtype as safetensors writes it, shape, bytes.
+    """
+    entries, end = {}, 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    header = json.dumps(entries).encode()
+    header += b" " * (-(len(header) + 8) % 64)
+    return len(header).to_bytes(8, "little") + header
 
 
 class Checkpoint:

@@ -2,18 +2,22 @@
 
 from collections.abc import Iterator
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from layertap.checkpoint import safetensors_header
 from layertap.errors import NotFoundError
 from layertap.target_files import TargetFiles
 from layertap.trainers.layouts import FILE_OVERHEAD_BYTES, Layout, OutFile, write_json
 from layertap.trainers.rows import Needs, TrainerRow, TrainerRows
 
 SHARD_ROWS = 256
+
+SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -48,27 +52,52 @@ class AutomodelFiles(Layout):
         yield OutFile(name=WEIGHTS, nbytes=nbytes)
 
     def write(self, rows: TrainerRows, file: OutFile, path: Path) -> None:
-        """A shard, or the target's weights."""
-        if not file.rows:
-            files, dtype = TargetFiles(rows.states.store), getattr(torch, rows.states.spec.dtype)
-            weights = {
-                "embed_tokens.weight": files.weight("embed_tokens").to(dtype),
-                "lm_head.weight": files.weight("lm_head").to(dtype).clone(),
-            }
-            save_file(weights, path)
+        """A shard, row by row, or the target's weights."""
+        if file.rows:
+            self._write_shard(rows, file.rows, path)
             return
-        padded = [self._padded(rows[i]) for i in file.rows]
-        save_file({name: torch.stack([row[name] for row in padded]) for name in padded[0]}, path)
+        files, dtype = TargetFiles(rows.states.store), getattr(torch, rows.states.spec.dtype)
+        weights = {
+            "embed_tokens.weight": files.weight("embed_tokens").to(dtype),
+            "lm_head.weight": files.weight("lm_head").to(dtype).clone(),
+        }
+        save_file(weights, path)
 
-    def _padded(self, row: TrainerRow) -> dict[str, Tensor]:
+    def _write_shard(self, rows: TrainerRows, part: range, path: Path) -> None:
+        """Rows are put into a file of zeros, which a disk needn't store: a padded shard may be 64 GB."""
+        columns = self._columns(rows)
+        shapes = {name: (len(part), self.seq_length, *width) for name, (_, width, _) in columns.items()}
+        sizes = {name: prod(shapes[name]) * nbytes for name, (_, _, nbytes) in columns.items()}
+        header = safetensors_header({name: (columns[name][0], shapes[name], sizes[name]) for name in columns})
+        path.write_bytes(header)
+        with path.open("r+b") as file:
+            file.truncate(len(header) + sum(sizes.values()))
+            for i in range(len(part)):
+                start = len(header)
+                for name, tensor in self._tensors(rows[part[i]]).items():
+                    file.seek(start + i * (sizes[name] // len(part)))
+                    file.write(tensor[: self.seq_length].contiguous().view(torch.uint8).numpy().data)
+                    start += sizes[name]
+
+    def _columns(self, rows: TrainerRows) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """Dtype, shape behind the tokens and bytes of an element of each tensor of a shard, in its order."""
+        spec, hidden_size = rows.states.spec, rows.states.hidden_size
+        dtype, width = SAFETENSORS_DTYPES[spec.dtype], hidden_size * len(rows.states.layer_ids)
+        return {
+            "input_ids": ("I64", (), 8),
+            "loss_mask": ("I64", (), 8),
+            "target_hidden_states": (dtype, (width,), spec.item_bytes),
+            "target_last_hidden_states": (dtype, (hidden_size,), spec.item_bytes),
+        }
+
+    def _tensors(self, row: TrainerRow) -> dict[str, Tensor]:
         assert row.last is not None
-        tensors = {
+        return {
             "input_ids": row.input_ids,
             "loss_mask": row.loss_mask,
             "target_hidden_states": row.layers.flatten(1),
             "target_last_hidden_states": row.last,
         }
-        return {name: _fit(tensor, self.seq_length) for name, tensor in tensors.items()}
 
     def finish(self, rows: TrainerRows, folder: Path) -> None:
         """The manifest, complete."""
@@ -101,13 +130,6 @@ class AutomodelFiles(Layout):
                 "chat_template_sha256": _template_sha256(files),
             },
         )
-
-
-def _fit(tensor: Tensor, length: int) -> Tensor:
-    """Cut or pad with zeros along the first dimension."""
-    fitted = tensor.new_zeros(length, *tensor.shape[1:])
-    fitted[: len(tensor)] = tensor[:length]
-    return fitted
 
 
 def _template_sha256(files: TargetFiles) -> str:
