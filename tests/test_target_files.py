@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -72,6 +73,19 @@ def test_what_is_stored_loads_as_a_target_s_folder(folder_store: Store, tmp_path
     assert torch.equal(loaded["lm_head.weight"], made.lm_head.weight.cpu())
     assert torch.equal(loaded["model.norm.weight"], made.model.norm.weight.cpu())
     assert AutoConfig.from_pretrained(tmp_path / "copy").vocab_size == 512
+
+
+def test_a_target_of_the_hub_is_copied_from_its_local_cache(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, repo = "0" * 40, tmp_path / "models--tiny--llama"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    saved(tiny_llama(), repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    _, files = stored(folder_store, "tiny/llama")
+    assert files.record.target_identity == f"hub:tiny/llama@{commit}"
+    assert torch.equal(files.weight("lm_head"), tiny_llama().lm_head.weight.cpu())
 
 
 def test_a_tied_head_is_said_to_be_the_embedding(folder_store: Store, tmp_path: Path) -> None:
