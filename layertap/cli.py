@@ -290,6 +290,38 @@ def status(root: str, plan_id: str | None) -> None:
         _show_versions(catalog)
 
 
+@main.command("vocab-map")
+@click.argument("source", metavar="ROOT|DATASET")
+@click.option("--draft-vocab", type=click.IntRange(min=1), required=True, help="Tokens of the drafter.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="A .pt file for SpecForge, or a folder for speculators (d2t-N.npy and t2d-N.npy).",
+)
+@click.option("--target", metavar="ID|FOLDER", help="Target of a DATASET; a ROOT has its own.")
+@click.option("--revision", help="Hub revision of the target.")
+@click.option("--max-length", type=int, default=4096, show_default=True, help="Tokens of a DATASET's rows.")
+@click.option("--version", type=int, help="Version of a ROOT; by default its newest complete one.")
+def vocab_map(source: str, draft_vocab: int, out: Path, **options: Any) -> None:
+    """Choose the vocabulary of a drafter: the most frequent supervised tokens, and all special ones.
+
+    Writes d2t (offsets: a draft token's target id is its own number plus d2t) and t2d (a mask over the
+    target's vocabulary), as EAGLE-3 trainers read them.
+    """
+    from layertap.vocab_map import VocabMap, count_supervised
+
+    counts, special = count_supervised(source, **options)
+    made = VocabMap.choose(counts, draft_vocab=draft_vocab, kept=special)
+    for file in made.save(out):
+        click.echo(file)
+    share = made.num_covered / max(made.num_supervised, 1)
+    click.echo(
+        f"{draft_vocab:,} of {len(counts):,} tokens, {len(special):,} of them special, cover {share:.2%} of "
+        f"{made.num_supervised:,} supervised tokens"
+    )
+
+
 def _show_plans(catalog: "Catalog") -> None:
     from layertap.coordinator import Watch
 
