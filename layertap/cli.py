@@ -322,6 +322,26 @@ def vocab_map(source: str, draft_vocab: int, out: Path, **options: Any) -> None:
     )
 
 
+@main.command("check-served")
+@click.argument("root")
+@click.option("--endpoint", required=True, metavar="URL", help="vLLM or SGLang, such as http://host:8000/v1.")
+@click.option("--model", help="Name of the served model, where there are several.")
+@click.option("--rows", "num_rows", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option("--version", type=int, help="Which version; by default the newest complete one.")
+def check_served(root: str, endpoint: str, **options: Any) -> None:
+    """Compare the states in ROOT with the model that is served.
+
+    Asks the server for the log probabilities of stored rows' tokens and compares them with those that the
+    stored last hidden states give. Below 95 % agreement on the most probable supervised token it fails and
+    names suspects. The result is recorded beside the version. The key of a server that asks for one is read
+    from OPENAI_API_KEY.
+    """
+    from layertap.served import check_served
+    from layertap.store import Store
+
+    click.echo(check_served(Store.open(root), endpoint, **options))
+
+
 def _show_plans(catalog: "Catalog") -> None:
     from layertap.coordinator import Watch
 
@@ -334,14 +354,18 @@ def _show_plans(catalog: "Catalog") -> None:
 
 
 def _show_versions(catalog: "Catalog") -> None:
+    from layertap.fidelity import NOT_CHECKED, latest
     from layertap.versions import Versions
 
     versions = Versions(catalog.store)
     table = _table("version", "rows", "stored", "tokens", "complete", "published")
     for version in map(versions.get, versions.numbers()):
         counts = [f"{n:,}" for n in (version.num_rows, version.num_stored, version.num_tokens)]
-        table.add_row(str(version.number), *counts, "yes" if version.complete else "no", version.created_at)
+        is_complete = "yes" if version.complete else "no"
+        table.add_row(str(version.number), *counts, is_complete, version.created_at)
     Console(highlight=False).print(table)
+    for number in versions.numbers():
+        click.echo(f"version {number}, served fidelity: {latest(catalog.store, number) or NOT_CHECKED}")
 
 
 def _show_shards(catalog: "Catalog", plan_id: str) -> None:

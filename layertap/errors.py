@@ -15,6 +15,8 @@
     │   ├── SpecMismatchError  the root belongs to another extraction
     │   └── FormatError        written by a newer format than this version reads
     ├── IntegrityError         bytes read back aren't the bytes that were written
+    ├── EndpointError          a model server can't be asked
+    ├── FidelityError          stored states aren't those of the served model
     ├── DeviceError            this host's GPU isn't there for this lane alone
     ├── SelfCheckError         the target computes something else than it should
     ├── ClaimLostError         another lane owns the shard by now
@@ -95,6 +97,14 @@ class IntegrityError(LayertapError):
     """Bytes read back differ from the bytes that were written."""
 
     retriable = True
+
+
+class EndpointError(LayertapError):
+    """A model server doesn't answer, or not in a form that is understood."""
+
+
+class FidelityError(LayertapError):
+    """The stored states aren't those of the model that is served."""
 
 
 class DeviceError(LayertapError):

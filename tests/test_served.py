@@ -1,0 +1,197 @@
+"""Stored states against a served model: real HTTP, a real model, right and wrong."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from layertap.cli import main
+from layertap.coordinator import Run
+from layertap.errors import EndpointError, FidelityError, SpecError
+from layertap.fidelity import latest
+from layertap.served import check_served
+from layertap.store import Store
+from tests.model_server import ModelServer, serving
+from tests.models import saved, tiny_hybrid, tiny_llama
+from tests.runs import run_lane, save_rows, settings_for, some_rows
+
+MODELS = {"llama": tiny_llama, "hybrid": tiny_hybrid}
+
+
+def make_root(folder: Path, model: Any, **changes: Any) -> Store:
+    """A root with a version, extracted from the model."""
+    dataset, target = save_rows(some_rows(12), folder / "tokens"), saved(model, folder / "target")
+    store = Store.folder(folder / "root")
+    run = Run.prepare(store, settings_for(dataset, target, **changes))
+    assert run.plan is not None
+    run_lane(store, run.plan.plan_id, target)
+    run.publish()
+    return store
+
+
+@pytest.fixture(scope="module")
+def llama_root(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make_root(tmp_path_factory.mktemp("llama"), tiny_llama())
+
+
+@pytest.fixture
+def llama() -> Any:
+    return tiny_llama()
+
+
+@pytest.fixture
+def right(llama: Any) -> Iterator[str]:
+    """The address of a server of the model that the states are of."""
+    with serving(ModelServer(model=llama)) as address:
+        yield address
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+def quantised(model: Any, bits: int) -> Any:
+    """The model with its matrices rounded to so many bits, by the largest value of a row."""
+    model = copy.deepcopy(model)
+    for parameter in model.model.layers.parameters():
+        if parameter.dim() == 2:
+            step = parameter.data.abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 1)
+            parameter.data = (parameter.data / step).round() * step
+    return model
+
+
+def with_plain_norm(model: Any) -> Any:
+    """The model served with a final norm whose weight is left out."""
+    model = copy.deepcopy(model)
+    model.model.norm.weight.data.fill_(0.0 if "Qwen3_5" in type(model).__name__ else 1.0)
+    return model
+
+
+def other_checkpoint() -> Any:
+    torch.manual_seed(1)
+    model = tiny_llama()
+    for parameter in model.model.layers[2].parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "last_hidden_state", "api"),
+    [("llama", "post_norm", "vllm"), ("hybrid", "pre_norm", "sglang"), ("hybrid", "post_norm", "vllm")],
+)
+def test_the_states_of_the_served_model_agree(tmp_path: Path, kind: str, last_hidden_state: str, api: str):
+    model = MODELS[kind]()
+    store = make_root(tmp_path, model, last_hidden_state=last_hidden_state)
+    with serving(ModelServer(model=model, api=api)) as address:
+        found = check_served(store, address, num_rows=8)
+    assert found.passed and found.agreement > 0.99
+    assert found.mean_abs_logprob_difference < 1e-3
+    assert (found.api, found.model, found.num_rows) == (api, "tiny", 8)
+
+
+def test_both_apis_find_the_same(llama_root: Store, llama: Any, right: str):
+    with serving(ModelServer(model=llama, api="sglang")) as address:
+        found = [check_served(llama_root, url, num_rows=4) for url in (address, right)]
+    assert [check.api for check in found] == ["sglang", "vllm"]
+    assert found[0].agreement == found[1].agreement == 1
+    first, second = (check.mean_abs_logprob_difference for check in found)
+    assert first == pytest.approx(second)
+
+
+def test_only_supervised_tokens_count(llama_root: Store, right: str):
+    found = check_served(llama_root, right, num_rows=12)
+    rows = some_rows(12)
+    assert found.num_tokens == sum(sum(row["loss_mask"][1:]) for row in rows)
+    assert found.num_rows == sum(any(row["loss_mask"][1:]) for row in rows)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [with_plain_norm, lambda _: other_checkpoint(), lambda model: quantised(model, 3)],
+    ids=["another norm", "another checkpoint", "quantised weights"],
+)
+def test_another_model_than_the_served_one_fails_and_names_suspects(
+    llama_root: Store, llama: Any, wrong: Any
+):
+    with serving(ModelServer(model=wrong(llama))) as address:
+        result = invoke("check-served", llama_root.uri, "--endpoint", address)
+    assert result.exit_code == 1
+    for suspect in ("template: ", "norm: ", "checkpoint: ", "quantisation: ", "is below 0.95"):
+        assert suspect in result.stderr
+
+
+def test_weights_in_eight_bits_differ_but_pass(llama_root: Store, llama: Any):
+    with serving(ModelServer(model=quantised(llama, 10))) as address:
+        found = check_served(llama_root, address)
+    assert found.passed and found.mean_abs_logprob_difference > 1e-3
+
+
+def test_a_server_that_adds_tokens_is_told_from_the_prompt(llama_root: Store, llama: Any):
+    for api in ("vllm", "sglang"):
+        with (
+            serving(ModelServer(model=llama, api=api, prefix=[1])) as address,
+            pytest.raises(EndpointError, match="adds or drops some .a template, a token for the beginning"),
+        ):
+            check_served(llama_root, address)
+
+
+def test_every_check_is_recorded_and_status_shows_the_newest(tmp_path: Path):
+    model = tiny_llama()
+    store = make_root(tmp_path, model)
+    assert latest(store, 1) is None
+    assert "version 1, served fidelity: not checked\n" in invoke("status", tmp_path / "root").output
+    with serving(ModelServer(model=with_plain_norm(model))) as address, pytest.raises(FidelityError):
+        check_served(store, address)
+    failed = latest(store, 1)
+    assert failed is not None and not failed.passed
+    assert f"served fidelity: {failed}\n" in invoke("status", tmp_path / "root").output
+    with serving(ModelServer(model=model)) as address:
+        found = check_served(store, address.replace("//", "//someone:secret@"))
+    assert latest(store, 1) == found and found.endpoint == address
+    assert f"served fidelity: {found}\n" in invoke("status", tmp_path / "root").output
+    assert str(failed).startswith("FAILED: top-1 agreement 0.") and str(found).startswith("passed: top-1")
+    records = [json.loads(store.get(f"versions/1.served-{k}.json")) for k in (1, 2)]
+    assert [record["model"] for record in records] == ["tiny", "tiny"]
+    assert "secret" not in json.dumps(records)
+
+
+def test_the_model_is_named_where_there_are_several(llama_root: Store, llama: Any):
+    with serving(ModelServer(model=llama, names=("base", "tuned"))) as address:
+        with pytest.raises(EndpointError, match="serves base, tuned, which of them is meant: give --model"):
+            check_served(llama_root, address)
+        with pytest.raises(EndpointError, match="serves base, tuned, not 'other': give --model"):
+            check_served(llama_root, address, model="other")
+        assert check_served(llama_root, address, model="tuned").model == "tuned"
+
+
+def test_a_key_comes_from_the_environment(llama_root: Store, llama: Any, monkeypatch: pytest.MonkeyPatch):
+    with serving(ModelServer(model=llama, api_key="k-123")) as address:
+        with pytest.raises(EndpointError, match="/v1/models answers 401"):
+            check_served(llama_root, address)
+        monkeypatch.setenv("OPENAI_API_KEY", "k-123")
+        assert check_served(llama_root, f"{address}/v1/").passed
+
+
+def test_servers_that_cannot_be_asked_are_named(llama_root: Store, llama: Any):
+    with serving(ModelServer(model=llama)) as address:
+        pass
+    with pytest.raises(EndpointError, match="/v1/models doesn't answer"):
+        check_served(llama_root, address)
+    with pytest.raises(EndpointError, match="is no server's address such as http://host:8000/v1"):
+        check_served(llama_root, "host")
+    with (
+        serving(ModelServer(model=llama, api="neither")) as address,
+        pytest.raises(EndpointError, match="gives no log probabilities of a prompt by token id"),
+    ):
+        check_served(llama_root, address)
+
+
+def test_a_root_without_last_states_is_refused(tmp_path: Path, right: str):
+    store = make_root(tmp_path, tiny_llama(), last_hidden_state="none")
+    with pytest.raises(SpecError, match="stores no last hidden state"):
+        check_served(store, right)
