@@ -7,13 +7,14 @@ READY := $(VENV)/.ready
 OLDEST := build/transformers-5.17
 CONTRACTS := build/contracts
 TRAINERS := speculators specforge modelopt automodel
+EXAMPLE := .layertap/example
 
 LANES ?= 2
 PORT ?= 4200
 S3_PORT ?= 8333
 
 PACKAGES := layertap tasks flows deployments
-SOURCES := $(PACKAGES) tests demo benchmarks
+SOURCES := $(PACKAGES) tests demo benchmarks examples
 
 # Nothing that runs from here reports to anybody, and no model comes from a hub.
 export DO_NOT_TRACK := 1
@@ -22,7 +23,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test system contracts check fix bench clean help
+.PHONY: demo test system contracts check fix example bench clean help
 
 help:  ## say what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -55,6 +56,14 @@ check: $(READY)  ## linter, formatter, types, imports
 fix: $(READY)  ## what the linter and the formatter can mend
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+example: $(READY)  ## train a small drafter on a root, and on wrong states, and plot what it costs
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[examples]' --no-build-isolation
+	$(BIN)/python examples/smollm2_root.py $(EXAMPLE)
+	test -e $(EXAMPLE)/map.pt || \
+	    $(BIN)/layertap vocab-map $(EXAMPLE)/root --draft-vocab 2048 --out $(EXAMPLE)/map.pt
+	$(BIN)/python examples/compare_drafters.py $(EXAMPLE)/root $(EXAMPLE)/map.pt $(EXAMPLE)/outcomes \
+	    --plot docs/drafter.png
 
 bench: $(READY)  ## seconds and memory of planning the headline dataset
 	$(BIN)/python benchmarks/plan.py

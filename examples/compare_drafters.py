@@ -1,0 +1,206 @@
+"""What wrong states cost: one drafter on right states, on live ones, and on states wrong in one way each.
+
+    layertap run tokens/ --target TARGET --layers 1,2,14,15,26,27 --root ROOT
+    layertap vocab-map ROOT --draft-vocab 2048 --out map.pt
+    python examples/compare_drafters.py ROOT map.pt outcomes/ --plot docs/drafter.png
+
+All drafters are trained alike and measured alike: with the right states, as a server hands them out. So the
+controls are what happens to users whose extraction was labelled wrongly; a drafter that is trained and served
+with the same wrong layer may not suffer. Layers 2, 15 and 27 are stored for one control only.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from train_drafter import WINDOW, Batch, Drafter, Rows, Settings, Target, acceptance_length, split, train
+
+from layertap import HiddenStates
+from layertap.catalog import Catalog
+
+RIGHT, ONE_HIGHER = (0, 2, 4), (1, 3, 5)
+"""Places of layers 1, 14, 26 and of 2, 15, 27 among the stored ones."""
+
+
+class ArmRows(Rows):
+    """Rows with other layers than the stored ones, or with the states of other rows."""
+
+    def __init__(
+        self, stored: HiddenStates, numbers: Sequence[int], layers: Sequence[int], shuffled: bool = False
+    ) -> None:
+        super().__init__(stored, numbers)
+        self.layers, self.shuffled = list(layers), shuffled
+
+    def states(self, i: int) -> tuple[Tensor, Tensor]:
+        """[T, L, H] of the stored layers and [T, H] of the last, of the row's own length."""
+        row = self.stored[self.numbers[i]]
+        return row["hidden_states"], row["last_hidden_state"]
+
+    def __getitem__(self, i: int) -> Batch:
+        row = self.stored[self.numbers[i]]
+        layers, last = self.states((i + 1) % len(self) if self.shuffled else i)
+        places = torch.arange(len(row["input_ids"]))[-WINDOW:] % len(
+            last
+        )  # of another row, repeated if shorter
+        return {
+            "input_ids": row["input_ids"][-WINDOW:].long(),
+            "loss_mask": row["loss_mask"][-WINDOW:],
+            "features": layers[places][:, self.layers],
+            "last": last[places],
+        }
+
+
+class LiveRows(ArmRows):
+    """Rows whose states plain transformers computes now, one row at a time, and keeps."""
+
+    def __init__(
+        self, stored: HiddenStates, numbers: Sequence[int], layers: Sequence[int], shuffled: bool = False
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__(stored, numbers, layers, shuffled)
+        source, dtype = Catalog(stored.store).root().target["source"], getattr(torch, stored.spec.dtype)
+        self.backbone = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval().get_decoder()
+        self.last: list[Tensor] = []
+        self.backbone.layers[-1].register_forward_hook(lambda _m, _a, out: self.last.append(out))
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def states(self, i: int) -> tuple[Tensor, Tensor]:
+        """As stored, but computed."""
+        if i not in self.kept:
+            ids_BT = self.stored[self.numbers[i]]["input_ids"].long()[None]
+            out = self.backbone(ids_BT, output_hidden_states=True, use_cache=False)
+            layers = [out.hidden_states[k + 1][0] for k in self.stored.spec.layer_ids]
+            self.kept[i] = torch.stack(layers, 1), self.last.pop()[0]
+        return self.kept[i]
+
+
+class WrongNorm(Target):
+    """A target whose norm is applied twice (post-norm taken for pre-norm), or without its weight."""
+
+    def __init__(self, root: HiddenStates, vocab_map: Path, *, twice: bool) -> None:
+        super().__init__(root, vocab_map)
+        right = self.norm
+        if twice:
+            self.norm = lambda x: right(right(x))
+        else:
+            self.norm = lambda x: x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + right.eps)
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of an arm."""
+
+    losses: list[float]
+    wait_share: float
+    elapsed_s: float
+    acceptance_length: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What a drafter is trained on."""
+
+    layers: Sequence[int] = RIGHT
+    norm: str = "right"
+    shuffled: bool = False
+    live: bool = False
+
+
+ARMS = {
+    "right states": Arm(),
+    "live states": Arm(live=True),
+    "layer ids off by one": Arm(layers=ONE_HIGHER),
+    "norm applied twice": Arm(norm="twice"),
+    "norm's weight left out": Arm(norm="unweighted"),
+    "rows shuffled": Arm(shuffled=True),
+    "tokens only": Arm(layers=()),
+}
+
+
+def run_arm(arm: Arm, stored: HiddenStates, vocab_map: Path, settings: Settings) -> Outcome:
+    """Train a drafter on what the arm has, and measure it on the right states."""
+    training, held_out = split(stored)
+    target = Target(stored, vocab_map)
+    taught = target if arm.norm == "right" else WrongNorm(stored, vocab_map, twice=arm.norm == "twice")
+    kind = LiveRows if arm.live else ArmRows
+    torch.manual_seed(settings.seed)
+    drafter = Drafter(taught, len(arm.layers))
+    if arm.live:
+        settings = replace(settings, workers=0)  # the target stays in this process
+    report = train(drafter, kind(stored, training, arm.layers, arm.shuffled), settings)
+    drafter.target = target
+    served = ArmRows(stored, held_out, RIGHT if arm.layers else ())
+    accepted = acceptance_length(drafter, served, settings.drafted)
+    return Outcome(**asdict(report), acceptance_length=accepted)
+
+
+def outcome_of(name: str, stored: HiddenStates, vocab_map: Path, settings: Settings, folder: Path) -> Outcome:
+    """The outcome in `folder`, or a new one, which is put there."""
+    path = folder / f"{name.replace(' ', '-')}.json"
+    if not path.exists():
+        outcome = run_arm(ARMS[name], stored, vocab_map, settings)
+        path.write_text(json.dumps(asdict(outcome)))
+    outcome = Outcome(**json.loads(path.read_text()))
+    print(
+        f"{name:24} last loss {sum(outcome.losses[-10:]) / 10:.3f}, acceptance length "
+        f"{outcome.acceptance_length:.3f}, waited for data {outcome.wait_share:.2%} of "
+        f"{outcome.elapsed_s:.0f} s",
+        flush=True,
+    )
+    return outcome
+
+
+def plot(outcomes: Mapping[str, Outcome], path: Path) -> None:
+    """Loss by step, and acceptance length, of all arms."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for name, outcome in outcomes.items():
+        losses = torch.tensor(outcome.losses).unfold(0, 10, 1).mean(1)
+        left.plot(range(10, 10 + len(losses)), losses, "--" if ARMS[name].live else "-", label=name)
+    left.set(xlabel="step", ylabel="loss, against what the arm is taught (mean of 10)")
+    left.legend(fontsize=8)
+    bars = right.barh([*outcomes], [outcome.acceptance_length - 1 for outcome in outcomes.values()], left=1)
+    right.bar_label(bars, [f"{outcome.acceptance_length:.2f}" for outcome in outcomes.values()], padding=3)
+    right.set(xlabel="acceptance length on chats held out, served with the right states")
+    right.invert_yaxis()
+    right.margins(x=0.15)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
+def main() -> None:
+    """Compare, print and plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("root")
+    parser.add_argument("vocab_map", type=Path)
+    parser.add_argument("outcomes", type=Path, help="folder; arms with an outcome there aren't trained again")
+    parser.add_argument("--arm", choices=ARMS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.outcomes.mkdir(parents=True, exist_ok=True)
+    stored, settings = HiddenStates(options.root), Settings(steps=options.steps)
+    outcomes = {
+        name: outcome_of(name, stored, options.vocab_map, settings, options.outcomes)
+        for name in options.arm or ARMS
+    }
+    if {"right states", "live states"} <= outcomes.keys():
+        pairs = zip(outcomes["right states"].losses, outcomes["live states"].losses, strict=True)
+        print(f"losses on stored and live states differ by {max(abs(a - b) for a, b in pairs):.1e} at most")
+    if options.plot:
+        plot(outcomes, options.plot)
+
+
+if __name__ == "__main__":
+    main()

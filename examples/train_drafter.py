@@ -1,0 +1,297 @@
+"""Trains a small drafter on what layertap stored.
+
+    layertap run tokens/ --target TARGET --layers 1,14,26 --root ROOT
+    layertap vocab-map ROOT --draft-vocab 2048 --out map.pt
+    python examples/train_drafter.py ROOT map.pt
+
+The drafter is an EAGLE head: one decoder layer over three layers of the target. From the target's states at
+a token, and the token after it, it predicts the target's probabilities of the token after that, and the
+target's states at the next, from which it drafts on. It learns both from the store; the probabilities are
+what the target's norm and head make of the stored last state.
+
+`compare_drafters.py` trains it on wrong states too. Shapes: B rows, T tokens, L layers, H hidden size.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from layertap import HiddenStates
+from layertap.target_files import TargetFiles
+
+HELD_OUT = 6  # every so many-th row is for measuring only
+WINDOW = 128  # tokens of a row's end that are used: the states know what was before, and two cores are slow
+IGNORED = -1  # in place of a token: nothing is learnt there
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a drafter is made and trained."""
+
+    steps: int = 200
+    rows: int = 6
+    drafted: int = 4
+    learning_rate: float = 2e-3
+    seed: int = 0
+    workers: int = 1
+
+
+@dataclass(kw_only=True)
+class Report:
+    """How a training went."""
+
+    losses: list[float] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    wait_share: float = 0.0
+    """Of that time, spent waiting for the next batch."""
+
+
+class Rows(Dataset[Batch]):
+    """The ends of some rows of a root, as the drafter sees them.
+
+    A row is `input_ids` [T], `loss_mask` [T], `features` [T, L, H] and `last` [T, H], before the final norm.
+    """
+
+    def __init__(self, stored: HiddenStates, numbers: Sequence[int]) -> None:
+        self.stored, self.numbers = stored, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, i: int) -> Batch:
+        row = self.stored[self.numbers[i]]
+        return {
+            "input_ids": row["input_ids"][-WINDOW:].long(),
+            "loss_mask": row["loss_mask"][-WINDOW:],
+            "features": row["hidden_states"][-WINDOW:],
+            "last": row["last_hidden_state"][-WINDOW:],
+        }
+
+
+def collate(rows: list[Batch]) -> Batch:
+    """Right-padded; nothing is learnt at padding."""
+    fill = {"input_ids": IGNORED}
+    return {name: pad_sequence([row[name] for row in rows], True, fill.get(name, 0)) for name in rows[0]}
+
+
+def split(stored: HiddenStates) -> tuple[list[int], list[int]]:
+    """Numbers of the rows to train on, and of those held out."""
+    rows = range(len(stored))
+    return [i for i in rows if i % HELD_OUT], list(rows[::HELD_OUT])
+
+
+class Target:
+    """What a drafter shares with its target: embedding, norm, and the head's rows of the draft vocabulary."""
+
+    def __init__(self, root: HiddenStates, vocab_map: Path) -> None:
+        files, tables = TargetFiles(root.store), torch.load(vocab_map, weights_only=True)
+        self.draft_ids = tables["d2t"] + torch.arange(len(tables["d2t"]))
+        self.is_draft = tables["t2d"]
+        self.embedding = files.weight("embed_tokens").float()
+        self.head = files.weight("lm_head")[self.draft_ids].float()
+        self.norm = files.final_norm()
+        self.norm_weight = self.norm.weight
+
+    def probabilities(self, last: Tensor) -> Tensor:
+        """[..., draft vocabulary], from last states before the norm."""
+        return (self.norm(last).float() @ self.head.T).softmax(-1)
+
+
+def scaled(x: Tensor) -> Tensor:
+    """States of a layer in float32, each to a root mean square of 1."""
+    return F.rms_norm(x.float(), x.shape[-1:])
+
+
+def rotate(x: Tensor, places: Tensor) -> Tensor:
+    """Rotary embedding of [B, heads, T, D] at the places [B, T]."""
+    half = x.shape[-1] // 2
+    angles = places[:, None, :, None] * 10_000.0 ** (-torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+class Drafter(nn.Module):
+    """One decoder layer. Without layers of the target (`num_layers` 0) it sees the tokens alone."""
+
+    def __init__(self, target: Target, num_layers: int) -> None:
+        super().__init__()
+        hidden = target.embedding.shape[1]
+        self.target, self.num_layers, self.heads = target, num_layers, max(1, hidden // 64)
+        self.fuse = nn.Linear((num_layers + 1) * hidden, hidden, bias=False)
+        self.query_key_value, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden, bias=False)
+        self.gate_up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(2 * hidden, hidden, bias=False)
+        self.features = nn.Linear(hidden, num_layers * hidden) if num_layers else None
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(3))
+        self.norms[2].weight.data.copy_(target.norm_weight)
+
+    def forward(
+        self, features: Tensor, next_ids: Tensor, places: Tensor, past: list[Tensor], sees: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One step for each token.
+
+        Args:
+            features: [B, T, L, H] scaled states of the target at the tokens.
+            next_ids: [B, T] the token after each.
+            places: [B, T] of the tokens in their rows.
+            past: keys and values of earlier tokens, if any; those of these tokens are added to it.
+            sees: [B, T, past and T] which of the tokens attend to which.
+
+        Returns:
+            Logits [B, T, draft vocabulary] of the token after the next, and scaled states [B, T, L, H] at
+            the next.
+        """
+        embedded = scaled(F.embedding(next_ids, self.target.embedding))
+        x = self.fuse(torch.cat([features.flatten(2), embedded], -1))
+        x = x + self.attend(self.norms[0](x), places, past, sees)
+        up, gate = self.gate_up(self.norms[1](x)).chunk(2, -1)
+        x = x + self.down(up * F.silu(gate))
+        states = self.features(x) if self.features else x[..., :0]
+        states = states.view(*x.shape[:2], self.num_layers, x.shape[-1])
+        return self.norms[2](x) @ self.target.head.T, states
+
+    def attend(self, x: Tensor, places: Tensor, past: list[Tensor], sees: Tensor) -> Tensor:
+        """Attention of the tokens to earlier ones and among themselves."""
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.query_key_value(x).chunk(3, -1)
+        )
+        query, key = rotate(query, places), rotate(key, places)
+        earlier = [kept.expand(len(x), -1, -1, -1) for kept in past]
+        past[:] = (
+            [torch.cat(pair, 2) for pair in zip(earlier, (key, value), strict=True)] if past else [key, value]
+        )
+        found = F.scaled_dot_product_attention(query, *past, attn_mask=sees[:, None])
+        return self.out(found.transpose(1, 2).flatten(2))
+
+    def all_at_once(self, features: Tensor, next_ids: Tensor, past: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """`forward` of whole rows [B, T], each token seeing those before it."""
+        places = torch.arange(next_ids.shape[1])
+        sees = places <= places[:, None]
+        return self(
+            features, next_ids, places.expand(len(next_ids), -1), past, sees.expand(len(next_ids), -1, -1)
+        )
+
+
+def loss_of(drafter: Drafter, batch: Batch) -> Tensor:
+    """Cross entropy with the target's probabilities, and the squared error of the states predicted.
+
+    Prompts are learnt from too: the target's probabilities are as good there, and these chats are few.
+    """
+    ids, features = batch["input_ids"], scaled(batch["features"])
+    logits, states = drafter.all_at_once(features[:, :-2], ids[:, 1:-1].clamp(min=0), [])
+    wanted_ids = ids[:, 2:]
+    is_known = (wanted_ids != IGNORED) & drafter.target.is_draft[wanted_ids]
+    wanted = drafter.target.probabilities(batch["last"][:, 1:-1][is_known])
+    loss = -(wanted * logits[is_known].log_softmax(-1)).sum(-1).mean()
+    if drafter.num_layers:
+        loss = loss + F.mse_loss(states[is_known], features[:, 1:-1][is_known])
+    return loss
+
+
+def batches(rows: Dataset[Batch], settings: Settings) -> Iterator[Batch]:
+    """Shuffled epochs without end; the same seed gives the same rows in the same order."""
+    loader = DataLoader(
+        rows,
+        batch_size=settings.rows,
+        sampler=RandomSampler(rows, generator=torch.Generator().manual_seed(settings.seed)),  # type: ignore[arg-type]
+        drop_last=True,
+        collate_fn=collate,
+        num_workers=settings.workers,
+        multiprocessing_context="spawn" if settings.workers else None,
+        persistent_workers=settings.workers > 0,
+    )
+    while True:
+        yield from loader
+
+
+def train(drafter: Drafter, rows: Dataset[Batch], settings: Settings) -> Report:
+    """Train a drafter in place."""
+    report, waited_s = Report(), 0.0
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=settings.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, settings.steps)
+    source = batches(rows, settings)
+    batch, started = next(source), time.perf_counter()  # the first one starts the workers
+    for _ in range(settings.steps):
+        loss = loss_of(drafter, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        report.losses.append(loss.item())
+        before = time.perf_counter()
+        batch = next(source)
+        waited_s += time.perf_counter() - before
+    report.elapsed_s = time.perf_counter() - started
+    report.wait_share = waited_s / report.elapsed_s
+    return report
+
+
+@torch.inference_mode()
+def draft(drafter: Drafter, row: Batch, first: int, end: int, num_drafted: int) -> Tensor:
+    """[end - first, num_drafted] tokens at each place: the states up to it and one more token are known."""
+    features, ids, past = scaled(row["features"])[None, :end], row["input_ids"][None], list[Tensor]()
+    logits, states = drafter.all_at_once(features, ids[:, 1 : end + 1], past)
+    logits, states = logits[0, first:, None], states[0, first:, None]
+    places = torch.arange(first, end)[:, None]
+    sees, tokens = torch.arange(end) <= places, list[Tensor]()
+    for k in range(1, num_drafted + 1):
+        tokens.append(drafter.target.draft_ids[logits.argmax(-1)])
+        sees = F.pad(sees, (0, 1), value=True)
+        logits, states = drafter(scaled(states), tokens[-1], places + k, past, sees[:, None])
+    return torch.cat(tokens, 1)
+
+
+def acceptance_length(drafter: Drafter, rows: Dataset[Batch], num_drafted: int) -> float:
+    """Tokens a round of speculative decoding over the last answers in `rows`, the target's own included.
+
+    A round drafts tokens after the newest known one; those are accepted that are the answer's next tokens,
+    up to the first that is not, and the target adds one. With answers that the target wrote greedily this is
+    what greedy verification does, for it reproduces the answer whatever is drafted.
+    """
+    num_tokens = num_rounds = 0
+    for row in (rows[i] for i in range(len(rows))):  # type: ignore[arg-type]
+        end = int(row["loss_mask"].nonzero()[-1]) - 1
+        first = max([0, *(row["loss_mask"][:end] == 0).nonzero()[:, 0].tolist()])  # before the last answer
+        if end <= first:
+            continue
+        ahead = torch.arange(first, end)[:, None] + 2 + torch.arange(num_drafted)
+        wanted = F.pad(row["input_ids"], (0, num_drafted), value=IGNORED)[ahead]
+        hits = draft(drafter, row, first, end, num_drafted) == wanted
+        accepted, place = hits.long().cumprod(1).sum(1).tolist(), 0
+        while place < end - first:
+            num_rounds += 1
+            place += accepted[place] + 1
+        num_tokens += end - first
+    return num_tokens / num_rounds
+
+
+def main() -> None:
+    """Train one drafter, and say how well it drafts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("root")
+    parser.add_argument("vocab_map", type=Path)
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    options = parser.parse_args()
+    stored, settings = HiddenStates(options.root), Settings(steps=options.steps)
+    torch.manual_seed(settings.seed)
+    drafter = Drafter(Target(stored, options.vocab_map), len(stored.spec.layer_ids))
+    training, held_out = (Rows(stored, numbers) for numbers in split(stored))
+    report = train(drafter, training, settings)
+    print(f"loss {report.losses[0]:.3f} to {report.losses[-1]:.3f}, waited for data {report.wait_share:.1%}")
+    accepted = acceptance_length(drafter, held_out, settings.drafted)
+    print(f"acceptance length {accepted:.2f} on {len(held_out)} chats held out")
+
+
+if __name__ == "__main__":
+    main()
