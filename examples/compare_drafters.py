@@ -171,7 +171,7 @@ def plot(outcomes: Mapping[str, Outcome], path: Path) -> None:
     left.legend(fontsize=8)
     bars = right.barh([*outcomes], [outcome.acceptance_length - 1 for outcome in outcomes.values()], left=1)
     right.bar_label(bars, [f"{outcome.acceptance_length:.2f}" for outcome in outcomes.values()], padding=3)
-    right.set(xlabel="acceptance length on chats held out, served with the right states")
+    right.set(xlabel="acceptance length (chats held out, right states)")
     right.invert_yaxis()
     right.margins(x=0.15)
     figure.savefig(path, dpi=100, metadata={"Software": None})
