@@ -1,114 +1,63 @@
-"""The engine on one H200: a 27B-shaped Gated DeltaNet hybrid with random weights, into a local folder.
+"""The engine on a GPU: a target of random weights, everything written to a local folder and read back.
 
-    python benchmarks/gpu_engine.py --seconds 60 --out /tmp/layertap-bench
+    python benchmarks/gpu_engine.py --seconds 90 --out /data/bench --json engine.json
 
-Row lengths are log-normal with a mean of 264 tokens. Batches are planned, extracted and put as in a real
-run, two shards in flight; shards are deleted once their checksums are verified. Before that the same batches
-go through the eager forward pass alone, in the same process: clocks differ between runs. Random
-weights amplify rounding beyond any tolerance, so a failed self-check is shown and means nothing here.
+Row lengths are log-normal. Batches are planned, extracted and put as in a real run, two shards in flight;
+shards are deleted once their checksums are verified. In the same process: the matrix product alone (the
+ceiling), a batch of one row, and the forward pass of the same batches alone, eager and compiled. Clocks
+differ between cards and with heat, so compare within a run. Random weights amplify rounding beyond any
+tolerance, so a failed self-check is shown and means nothing here.
+
+With `--gpus N` one process a GPU: first the first alone, then all at once.
 """
 
 import argparse
+import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
+from benchmarks.gpu_targets import LAYER_IDS, build
 from layertap.errors import SelfCheckError
 from layertap.extract import Extractor, ShardResult
-from layertap.plan import Plan, PlanSettings, estimate, make_plan
+from layertap.gpu_caches import use_caches
+from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
 from layertap.progress import Clock
 from layertap.records import ShardRows
 from layertap.spec import ExtractionSpec
 from layertap.store import Store, checksum
 from layertap.target import Target
 
-MEAN_LENGTH, SIGMA, MAX_LENGTH = 264, 0.9, 4096
-
-SHAPES = {
-    "27b": {
-        "vocab_size": 248320,
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
-}
-LAYER_IDS = {"27b": (1, 16, 31, 46, 61), "tiny": (1, 3, 6)}
+SIGMA = 0.9
+WARM_S = 8.0
+"""Seconds of the engine before it is measured: threads, page cache and clocks settle."""
 
 
-def build(shape: str, device: str) -> torch.nn.Module:
-    """The backbone with random weights, made on the device: the host never holds them."""
-    config = Qwen3_5TextConfig(
-        **SHAPES[shape],
-        max_position_embeddings=32768,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e7,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [11, 11, 10] if shape == "27b" else [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    )
-    config._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        model = modeling.Qwen3_5TextModel(config)
-    model = model.to(torch.bfloat16).to_empty(device=device)
-    model.rotary_emb = modeling.Qwen3_5TextRotaryEmbedding(config).to(device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.uniform_(0.0, 2.0)
-            elif name.endswith("dt_bias"):
-                parameter.fill_(1.0)
-            elif "norm" in name:
-                # the gated norm's weight is the scale itself, the others' is its distance from 1
-                parameter.fill_(1.0 if "linear_attn.norm" in name else 0.0)
-            else:
-                parameter.normal_(0, 0.02)
-    return model
-
-
-def shards_of(
-    num_rows: int, spec: ExtractionSpec, vocab_size: int, settings: PlanSettings
-) -> tuple[list[ShardRows], Plan]:
+def shards_of(options: argparse.Namespace, spec: ExtractionSpec) -> tuple[list[ShardRows], Plan]:
     """Rows of random tokens, planned: the shards, and the plan."""
     random = np.random.default_rng(0)
-    lengths = random.lognormal(np.log(MEAN_LENGTH) - SIGMA**2 / 2, SIGMA, num_rows)
-    num_tokens = np.clip(np.rint(lengths), 1, MAX_LENGTH).astype(np.int32)
-    keys = random.integers(0, 256, (num_rows, 16), dtype=np.uint8)
+    lengths = random.lognormal(np.log(options.mean_length) - SIGMA**2 / 2, SIGMA, options.rows)
+    num_tokens = np.clip(np.rint(lengths), 1, options.max_length).astype(np.int32)
+    if options.longest:
+        num_tokens[0] = options.longest
+    keys = random.integers(0, 256, (options.rows, 16), dtype=np.uint8)
+    settings = PlanSettings(max_batch_tokens=options.max_batch_tokens, shard_tokens=options.shard_tokens)
     plan = make_plan(keys, num_tokens, spec_fingerprint=spec.fingerprint, settings=settings)
     shards = []
     for part in plan.shard_slices():
-        tokens = [random.integers(0, vocab_size, n, dtype=np.int32) for n in plan.num_tokens[part]]
+        tokens = [random.integers(0, 512, n, dtype=np.int32) for n in plan.num_tokens[part]]
         shards.append(ShardRows.of(plan.keys[part], plan.batch[part], tokens))
     return shards, plan
 
@@ -163,6 +112,47 @@ def extract_for(
     return results, elapsed_s, dirty
 
 
+def engine(
+    options: argparse.Namespace, target: Target, shards: list[ShardRows], cost: Estimate
+) -> dict[str, Any]:
+    """Figures of the engine over `options.seconds`."""
+    folder = Path(tempfile.mkdtemp(dir=options.out))
+    clock, peaks, ended = Clock(), dict[str, float](), threading.Event()
+    watcher = threading.Thread(target=watch_memory, args=(peaks, ended))
+    watcher.start()
+    try:
+        with Extractor(
+            target, Store.folder(folder), max_batch_bytes=cost.max_batch_bytes, clock=clock
+        ) as extractor:
+            if options.seconds > WARM_S:
+                extract_for(WARM_S, extractor, shards, folder)
+            before = clock.seconds
+            results, elapsed_s, dirty = extract_for(options.seconds, extractor, shards, folder)
+    finally:
+        shutil.rmtree(folder)
+        ended.set()
+        watcher.join()
+    spent = {on: s - before.get(on, 0.0) for on, s in clock.seconds.items()}
+    num_tokens = sum(r.num_tokens for r in results)
+    num_rows = sum(r.num_rows for r in results)
+    nbytes = sum(r.nbytes for r in results)
+    return {
+        "tokens_per_s": num_tokens / elapsed_s,
+        "samples_per_s": num_rows / elapsed_s,
+        "elapsed_s": elapsed_s,
+        "num_rows": num_rows,
+        "num_tokens": num_tokens,
+        "written_gb": nbytes / 1e9,
+        "written_gb_per_s": nbytes / 1e9 / elapsed_s,
+        "dirty_gb_at_the_end": dirty / 1e9,
+        "seconds": {**spent, "other": elapsed_s - sum(spent.values())},
+        "outside_forward_share": 1 - spent["forward"] / elapsed_s,
+        "num_refused": sum(len(r.refused) for r in results),
+        "num_splits": sum(r.num_splits for r in results),
+        "host_memory_gib": peaks.get("host GiB", 0.0),
+    }
+
+
 def padded_batches(shard: ShardRows, device: torch.device) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Rows, tokens and the padded ids of each batch."""
     for number in np.unique(shard.batch):
@@ -173,18 +163,59 @@ def padded_batches(shard: ShardRows, device: torch.device) -> Iterator[tuple[int
         yield len(rows), int(shard.num_tokens[rows].sum()), torch.from_numpy(ids).to(device)
 
 
-def forward_alone(target: Target, shards: list[ShardRows]) -> tuple[float, float]:
-    """Tokens and rows a second of the forward pass with nothing copied or stored, over all batches once."""
-    batches = [batch for shard in shards for batch in padded_batches(shard, target.device)]
+def forward_alone(target: Target, batches: list[tuple[int, int, torch.Tensor]]) -> dict[str, float]:
+    """The forward pass with nothing copied or stored, over the batches once."""
     synchronize(target.device)
     start = time.perf_counter()
     for _, _, ids_BT in batches:
         target.tap(ids_BT)
     synchronize(target.device)
     elapsed_s = time.perf_counter() - start
-    return sum(tokens for _, tokens, _ in batches) / elapsed_s, sum(
-        rows for rows, _, _ in batches
-    ) / elapsed_s
+    return {
+        "tokens_per_s": sum(tokens for _, tokens, _ in batches) / elapsed_s,
+        "samples_per_s": sum(rows for rows, _, _ in batches) / elapsed_s,
+        "elapsed_s": elapsed_s,
+    }
+
+
+def batch_of(shape: tuple[int, int], target: Target) -> list[tuple[int, int, torch.Tensor]]:
+    """Five times a batch of full rows, which reads the clock finely enough."""
+    ids_BT = torch.randint(0, target.info.vocab_size, shape, device=target.device)
+    return [(shape[0], ids_BT.numel(), ids_BT)] * 5
+
+
+def matmul_flops_per_s(device: torch.device, hidden_size: int) -> float:
+    """The rate of a large bfloat16 matrix product of random numbers: the ceiling."""
+    a = torch.randn(8192, hidden_size, device=device, dtype=torch.bfloat16)
+    b = torch.randn(hidden_size, 4 * hidden_size, device=device, dtype=torch.bfloat16)
+    for _ in range(3):
+        a @ b
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(20):
+        a @ b
+    synchronize(device)
+    return 20 * 2 * a.numel() * b.shape[1] / (time.perf_counter() - start)
+
+
+def kernels(target: Target, ids_BT: torch.Tensor, num_rows: int = 20) -> list[dict[str, Any]]:
+    """The kernels of one batch, by their share of its time on the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        target.tap(ids_BT)
+        synchronize(target.device)
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in events)
+    return [
+        {
+            "kernel": event.key,
+            "calls": event.count,
+            "ms": event.self_device_time_total / 1e3,
+            "share": event.self_device_time_total / total,
+        }
+        for event in events[:num_rows]
+    ]
 
 
 def synchronize(device: torch.device) -> None:
@@ -200,77 +231,143 @@ def watch_memory(peaks: dict[str, float], ended: threading.Event) -> None:
         peaks["host GiB"] = max(peaks.get("host GiB", 0), int(status["VmRSS"].split()[0]) / 2**20)
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60, help="how long to extract")
-    parser.add_argument("--out", type=Path, help="folder to write to; a temporary one if not given")
-    parser.add_argument("--shape", choices=list(SHAPES), default="27b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rows", type=int, default=4000)
-    parser.add_argument("--shard-tokens", type=int, default=260_000)
-    parser.add_argument("--compile", action="store_true", help="compile the decoder layers for the engine")
-    parser.add_argument("--max-batch-tokens", type=int, default=PlanSettings().max_batch_tokens)
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=options.out))
+def say(**figures: Any) -> None:
+    """Print figures as they come."""
+    for name, value in figures.items():
+        print(f"{name}: {json.dumps(value, default=str)}", flush=True)
 
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one GPU."""
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        use_caches(device)
+    spec = ExtractionSpec(
+        target_identity="random",
+        layer_ids=LAYER_IDS[options.shape],
+        max_length=max(options.max_length, options.longest or 0),
+    )
     start = time.perf_counter()
-    spec = ExtractionSpec(target_identity="random", layer_ids=LAYER_IDS[options.shape], max_length=MAX_LENGTH)
     target = Target.from_backbone(build(options.shape, options.device), spec=spec)
-    print(f"target ready in {time.perf_counter() - start:.1f} s: {target.environment()}", flush=True)
+    flops_per_token = 2 * target.info.executed_parameters(spec)  # attention itself isn't counted
+    found: dict[str, Any] = {"loading_s": time.perf_counter() - start}
     try:
-        print(f"self-check: {target.self_check()}")
+        found["self_check"] = target.self_check()
     except SelfCheckError as error:
-        print(f"self-check: {error}")
-    settings = PlanSettings(max_batch_tokens=options.max_batch_tokens, shard_tokens=options.shard_tokens)
-    shards, plan = shards_of(options.rows, spec, target.info.vocab_size, settings)
+        found["self_check"] = str(error)
+    shards, plan = shards_of(options, spec)
     cost = estimate(
         plan, spec=spec, hidden_size=target.info.hidden_size, num_parameters=target.info.num_parameters
     )
-    print(
-        f"{cost.num_batches} batches in {len(shards)} shards, mean {plan.num_tokens.mean():.0f} tokens a row"
-    )
-
-    start = time.perf_counter()
-    # fla tunes a kernel anew for every number of rows in a batch: all shapes must have been seen
-    forward_alone(target, shards)
-    print(f"kernels warm after {time.perf_counter() - start:.1f} s", flush=True)
-    alone_tokens, alone_rows = forward_alone(target, shards)
+    found["plan"] = {
+        "num_batches": cost.num_batches,
+        "num_shards": len(shards),
+        "mean_length": float(plan.num_tokens.mean()),
+        "longest": int(plan.num_tokens.max()),
+        "padding_share": cost.padding_share,
+    }
+    batches = [batch for shard in shards for batch in padded_batches(shard, device)]
+    some = batches[:: max(1, len(batches) // options.alone_batches)]
+    found["ceiling_before_flops_per_s"] = matmul_flops_per_s(device, target.info.hidden_size)
+    forward_alone(target, some)
+    found["eager_alone"] = forward_alone(target, some)
+    shapes = [(options.max_batch_tokens // length, length) for length in (264, 15)]
+    for shape in [(1, options.mean_length), *shapes]:
+        found[f"eager_{shape[0]}x{shape[1]}"] = forward_alone(target, batch_of(shape, target))
+    say(**found)
     if options.compile:
         start = time.perf_counter()
-        target.compile()
-        forward_alone(target, shards)
-        print(f"layers compiled and warm after {time.perf_counter() - start:.1f} s", flush=True)
+        target.compile(max_batch_tokens=options.max_batch_tokens)
+        synchronize(device)
+        found["compiling_s"] = time.perf_counter() - start
+        found["compiled_first_pass"] = forward_alone(target, some)
+        found["compiled_alone"] = forward_alone(target, some)
+        for shape in shapes:
+            found[f"compiled_{shape[0]}x{shape[1]}"] = forward_alone(target, batch_of(shape, target))
+        say(**{name: value for name, value in found.items() if name.startswith("compil")})
+    found["environment"] = target.environment()
+    if options.barrier:
+        found["alone"] = alone_then_together(options, target, shards, cost)
+    found["engine"] = engine(options, target, shards, cost)
+    found["ceiling_after_flops_per_s"] = matmul_flops_per_s(device, target.info.hidden_size)
+    ceiling = max(found["ceiling_before_flops_per_s"], found["ceiling_after_flops_per_s"])
+    rate = found["engine"]["tokens_per_s"]
+    found["share_of_ceiling"] = rate * flops_per_token / ceiling
+    found["engine_over_eager_alone"] = rate / found["eager_alone"]["tokens_per_s"]
+    if device.type == "cuda":
+        found["device_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["kernels"] = kernels(target, batch_of(shapes[0], target)[0][2])
+    say(**{name: found[name] for name in list(found)[list(found).index("environment") :]})
+    return found
 
-    peaks: dict[str, float] = {}
-    ended = threading.Event()
-    watcher = threading.Thread(target=watch_memory, args=(peaks, ended))
-    watcher.start()
-    clock, store = Clock(), Store.folder(folder)
-    try:
-        with Extractor(target, store, max_batch_bytes=cost.max_batch_bytes, clock=clock) as extractor:
-            results, elapsed_s, dirty = extract_for(options.seconds, extractor, shards, folder)
-    finally:
-        shutil.rmtree(folder)
-        ended.set()
-        watcher.join()
-    num_tokens, num_rows = sum(r.num_tokens for r in results), sum(r.num_rows for r in results)
-    nbytes = sum(r.nbytes for r in results)
 
-    seconds = {**clock.seconds, "other": elapsed_s - sum(clock.seconds.values())}
-    spent = ", ".join(f"{on} {s:.1f}" for on, s in sorted(seconds.items(), key=lambda item: -item[1]))
-    print(f"extracted {num_rows:,} rows, {num_tokens:,} tokens, {nbytes / 1e9:.1f} GB in {elapsed_s:.1f} s")
-    print(f"seconds of the device: {spent}")
-    print(f"refused {sum(len(r.refused) for r in results)}, splits {sum(r.num_splits for r in results)}")
-    print(f"dirty bytes at the end: {dirty / 1e9:.2f} GB")
-    print(f"host memory at most {peaks.get('host GiB', 0):.1f} GiB")
-    if target.device.type == "cuda":
-        print(f"device memory at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
-    print(f"engine:        {num_tokens / elapsed_s:9,.0f} tokens/s {num_rows / elapsed_s:7.1f} samples/s")
-    print(f"eager alone:   {alone_tokens:9,.0f} tokens/s {alone_rows:7.1f} samples/s")
-    print(f"ratio:         {num_tokens / elapsed_s / alone_tokens:9.3f}")
+def alone_then_together(
+    options: argparse.Namespace, target: Target, shards: list[ShardRows], cost: Estimate
+) -> dict[str, Any] | None:
+    """The first GPU runs while the others wait; then all meet, and go on together."""
+    meet(options.barrier, "ready", options.of)
+    alone = engine(options, target, shards, cost) if options.rank == 0 else None
+    meet(options.barrier, "together", options.of)
+    return alone
+
+
+def meet(folder: Path, what: str, num_processes: int) -> None:
+    """Wait until all processes have come here."""
+    (folder / f"{what}-{os.getpid()}").touch()
+    while len(list(folder.glob(f"{what}-*"))) < num_processes:
+        time.sleep(0.05)
+
+
+def measure_several(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    """The same on several GPUs at once, a process each."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        children = [
+            subprocess.Popen(
+                [sys.executable, __file__, *arguments, "--gpus", "1", "--barrier", name]
+                + ["--rank", str(k), "--of", str(options.gpus), "--json", str(folder / f"{k}.json")],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(k)},
+                stdout=None if k == 0 else subprocess.DEVNULL,
+            )
+            for k in range(options.gpus)
+        ]
+        codes = [child.wait() for child in children]
+        if any(codes):
+            raise SystemExit(f"exit codes {codes}")
+        found = [json.loads((folder / f"{k}.json").read_text()) for k in range(options.gpus)]
+    alone = found[0]["alone"]["tokens_per_s"]
+    rates = [one["engine"]["tokens_per_s"] for one in found]
+    summary = {"one_alone": alone, "together": rates, "ratio": sum(rates) / alone}
+    say(**summary)
+    return {**summary, "gpus": found}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=90, help="how long to measure the engine")
+    parser.add_argument("--out", type=Path, help="folder to write to; a temporary one if not given")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--shape", choices=list(LAYER_IDS), default="27b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=12000)
+    parser.add_argument("--mean-length", type=int, default=264)
+    parser.add_argument("--max-length", type=int, default=4096)
+    parser.add_argument("--longest", type=int, help="tokens of one row that is longer than all others")
+    parser.add_argument("--shard-tokens", type=int, default=260_000)
+    parser.add_argument("--max-batch-tokens", type=int, default=PlanSettings().max_batch_tokens)
+    parser.add_argument("--alone-batches", type=int, default=24, help="batches of the forward pass alone")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--barrier", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--of", type=int, default=1, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    found = measure_several(options, sys.argv[1:]) if options.gpus > 1 else measure(options)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1, default=str))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
         "run": run.run_id,
         "target": extraction.target,
         "revision": run.preview.info.revision or "",  # a branch may move on while lanes start
+        "compiled": extraction.advanced.compiled,
+        "strict_kernels": extraction.advanced.strict_kernels,
     }
     board = ProgressBoard()
     with Lanes(extraction.num_lanes, lane_parameters, extraction.tags) as lanes:

@@ -21,7 +21,15 @@ from tasks.storage import open_store
     task_runner=ThreadPoolTaskRunner(max_workers=IN_FLIGHT),  # type: ignore[arg-type]
 )
 def extraction_lane(
-    storage: str, root: str, plan_id: str, run: str, target: str, name: str, revision: str = ""
+    storage: str,
+    root: str,
+    plan_id: str,
+    run: str,
+    target: str,
+    name: str,
+    revision: str = "",
+    compiled: bool = True,
+    strict_kernels: bool = True,
 ) -> State[Any]:
     """Load the target once and extract shard after shard until none is left.
 
@@ -33,9 +41,20 @@ def extraction_lane(
         target: Hub id of the target, or its folder on this host.
         name: What the lane is called in claims and outcomes.
         revision: Hub revision of the target.
+        compiled: Whether the decoder layers are compiled, on a GPU.
+        strict_kernels: Whether to refuse transformers' slow reference code, on a GPU.
     """
     store = open_store(storage, root)
-    lane = Lane.open(store, plan_id, run=run, target=target, revision=revision or None, name=name)
+    lane = Lane.open(
+        store,
+        plan_id,
+        run=run,
+        target=target,
+        revision=revision or None,
+        name=name,
+        compiled=compiled,
+        strict_kernels=strict_kernels,
+    )
     if lane is None:
         return Completed(message="no shard was left to extract")
     try:

@@ -1,13 +1,14 @@
-"""Decoder layers compiled by torch, one by one, with the delta rule of a hybrid kept opaque.
+"""Decoder layers compiled by torch, one by one, with the kernels of a hybrid kept as they are.
 
-Left to itself the tracer would replace fla's delta-rule kernel by transformers' slow reference, and a
-depthwise convolution can't be fused with what is around it. So the kernel becomes a custom operator, and the
-convolution four shifted multiply-adds. Measured on an H200 with a 27B-shaped hybrid: 1.27 times the eager
-forward pass.
+Left to itself the tracer would replace fla's delta-rule kernel by transformers' slow reference, and lower the
+depthwise convolution to one that can't keep up. So both become operators that the compiler leaves alone: the
+delta rule that transformers chose, and fla's convolution, which reads what the projection wrote without a
+transposed copy. Where there is no fla, the convolution is four shifted multiply-adds, which fuse.
 
 Shapes: B rows, T tokens, K query and key heads, V value heads, D size of a head, C channels.
 """
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -25,8 +26,6 @@ DELTA_RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 MAX_VARIANTS = 4096
 """Compiled variants of all layers together; torch's own limit would send the deeper layers back to eager."""
 
-L2NORM_EPS = 1e-6
-
 delta_rules: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {}
 """What transformers chose before it was made opaque, by the name of the modeling module."""
 
@@ -35,11 +34,11 @@ def compile_layers(layers: nn.ModuleList) -> None:
     """Compile each layer's forward for any number of rows and tokens; the first batches take a while.
 
     Forward hooks on the layers themselves stay as they are. All models of this process that share the layers'
-    code get the opaque kernel.
+    code get the opaque kernels.
     """
     torch._dynamo.config.recompile_limit = MAX_VARIANTS
     torch._dynamo.config.accumulated_recompile_limit = MAX_VARIANTS
-    _open_up(sys.modules[type(layers[0]).__module__])
+    _open_up(sys.modules[type(layers[0]).__module__], next(layers.parameters()).device)
     for layer in layers:
         for inner in list(layer.modules())[1:]:
             inner._forward_hooks.clear()  # left by transformers' capture of outputs; they break the graph
@@ -47,29 +46,32 @@ def compile_layers(layers: nn.ModuleList) -> None:
 
 
 def is_opened_up(modeling: Any) -> bool:
-    """Whether the module runs its delta rule as one operator and its convolution as multiply-adds."""
-    return getattr(modeling, CONVOLUTION, None) is shifted_convolution
+    """Whether the module runs its delta rule as one operator."""
+    return getattr(getattr(modeling, DELTA_RULE, None), "func", None) is opaque_delta_rule
 
 
-def _open_up(modeling: Any) -> None:
-    """Make the delta rule opaque and the convolution fusible in the module that holds the layers' code."""
+def _open_up(modeling: Any, device: torch.device) -> None:
+    """Replace the delta rule and the convolution in the module that holds the layers' code."""
     if not hasattr(modeling, DELTA_RULE) or is_opened_up(modeling):
         return
     delta_rules[modeling.__name__] = getattr(modeling, DELTA_RULE)
     setattr(modeling, DELTA_RULE, partial(opaque_delta_rule, modeling.__name__))
-    setattr(modeling, CONVOLUTION, shifted_convolution)
+    has_fla = device.type == "cuda" and importlib.util.find_spec("fla") is not None
+    setattr(modeling, CONVOLUTION, fla_convolution if has_fla else shifted_convolution)
 
 
 @torch.library.custom_op("layertap::gated_delta_rule", mutates_args=())
 def _gated_delta_rule(
-    modeling: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor
+    modeling: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, is_normed: bool
 ) -> Tensor:
-    out, _ = delta_rules[modeling](query, key, value, g=g, beta=beta)
+    out, _ = delta_rules[modeling](query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=is_normed)
     return out.contiguous()
 
 
 @_gated_delta_rule.register_fake
-def _(modeling: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+def _(
+    modeling: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, is_normed: bool
+) -> Tensor:
     return value.new_empty(value.shape)
 
 
@@ -89,8 +91,6 @@ def opaque_delta_rule(
 ) -> tuple[Tensor, None]:
     """The gated delta rule over whole rows, as one operator that the compiler leaves alone.
 
-    Normalising and copying to contiguous memory stay outside, where they are fused with what is before.
-
     Args:
         modeling: name of the modeling module whose delta rule this is, in `delta_rules`.
         query: [B, T, K, D].
@@ -108,16 +108,29 @@ def opaque_delta_rule(
     """
     if initial_state is not None or output_final_state or cu_seqlens is not None:
         raise TargetError("a compiled target takes neither a cache nor packed rows")
-    if use_qk_l2norm_in_kernel:
-        query, key = _l2norm(query), _l2norm(key)
-    inputs = [x.contiguous() for x in (query, key, value, g, beta)]
-    out: Tensor = _gated_delta_rule(modeling, *inputs)
+    out: Tensor = _gated_delta_rule(modeling, query, key, value, g, beta, use_qk_l2norm_in_kernel)
     return out, None
 
 
-def _l2norm(x: Tensor) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPS)).to(x.dtype)
+@torch.library.custom_op("layertap::causal_convolution", mutates_args=())
+def _causal_convolution(x_BTC: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    out: Tensor = causal_conv1d(x_BTC, weight, bias, activation=activation)[0]
+    return out
+
+
+@_causal_convolution.register_fake
+def _(x_BTC: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    return x_BTC.new_empty(x_BTC.shape)
+
+
+def fla_convolution(
+    x_BCT: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    """A causal depthwise convolution by fla's kernel, as one operator; arguments as `shifted_convolution`."""
+    out: Tensor = _causal_convolution(x_BCT.transpose(1, 2), weight, bias, activation)
+    return out.transpose(1, 2)
 
 
 def shifted_convolution(

@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from layertap.compiled import CONVOLUTION, DELTA_RULE, delta_rules, is_opened_up, shifted_convolution
+from layertap.compiled import CONVOLUTION, DELTA_RULE, delta_rules, fla_convolution, is_opened_up
 from layertap.errors import TargetError
 
 OWN_CODE = "transformers (reference)"
+FLA_CONVOLUTION = "fla.modules.causal_conv1d"
+
+FOR_DECODING = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")
+"""Functions that a pass over whole rows never calls."""
 
 OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
@@ -38,7 +42,10 @@ def kernels_in_use(layers: nn.ModuleList) -> dict[str, str]:
         functions: dict[str, Callable[..., Any]] = dict(inspect.getmembers(module, inspect.isfunction))
         if is_opened_up(module):
             functions[DELTA_RULE] = delta_rules[module.__name__]
-            chosen[CONVOLUTION] = shifted_convolution.__module__
+            convolution = getattr(module, CONVOLUTION)
+            chosen[CONVOLUTION] = (
+                FLA_CONVOLUTION if convolution is fla_convolution else convolution.__module__
+            )
         for name, function in functions.items():
             implementation = inspect.getclosurevars(function).nonlocals.get("implementation")
             if implementation is not None:
@@ -59,6 +66,25 @@ def refuse_gpu_kernels(layers: nn.ModuleList, device: torch.device) -> None:
                 f"{name} runs on a GPU only ({package}), and the target is on {device}: start with "
                 "CUDA_VISIBLE_DEVICES= set to nothing and import no model before layertap, to keep fla out"
             )
+
+
+def refuse_slow_kernels(layers: nn.ModuleList, device: torch.device) -> None:
+    """Refuse to run on a GPU with code that transformers calls correct but much slower.
+
+    Raises:
+        TargetError: names the functions and the way out.
+    """
+    slow = sorted(
+        name
+        for name, package in kernels_in_use(layers).items()
+        if package == OWN_CODE and name not in FOR_DECODING
+    )
+    if slow and device.type == "cuda":
+        raise TargetError(
+            f"{', '.join(slow)} would run as the slow reference code of transformers: install "
+            "flash-linear-attention (and causal-conv1d, where layers aren't compiled) on this host, or set "
+            "strict_kernels to false"
+        )
 
 
 def is_context_fatal(error: BaseException) -> bool:

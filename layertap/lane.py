@@ -28,6 +28,7 @@ from layertap.errors import (
     StoreRefusedError,
 )
 from layertap.extract import Extractor, ShardResult
+from layertap.gpu_caches import one_compiles
 from layertap.host import device_name, find_device, host_name, own_device
 from layertap.kernels import is_context_fatal
 from layertap.progress import Clock
@@ -112,7 +113,16 @@ class Lane:
 
     @classmethod
     def open(
-        cls, store: Store, plan_id: str, *, run: str, target: str, revision: str | None = None, name: str
+        cls,
+        store: Store,
+        plan_id: str,
+        *,
+        run: str,
+        target: str,
+        revision: str | None = None,
+        name: str,
+        compiled: bool = True,
+        strict_kernels: bool = True,
     ) -> Self | None:
         """Look for work, take the device, load the target and check it.
 
@@ -123,6 +133,8 @@ class Lane:
             target: the target on this host: a hub id or a folder.
             revision: hub revision of the target.
             name: what this lane is called in claims and outcomes.
+            compiled: compile the decoder layers, on a GPU.
+            strict_kernels: on a GPU, refuse to run with transformers' slow reference code.
 
         Returns:
             The lane, or None when there is nothing to do.
@@ -136,6 +148,7 @@ class Lane:
             return None
         try:
             lane._load(target, revision)
+            lane._make_ready(compiled, strict_kernels)
         except BaseException:
             lane.close()
             raise
@@ -150,6 +163,15 @@ class Lane:
         self.self_check()
         with self.clock.spent("loading"):
             store_target(self.catalog.store, self.target)
+
+    def _make_ready(self, compiled: bool, strict_kernels: bool) -> None:
+        """Compile, check again what is compiled, and start the threads of the lane."""
+        if compiled and self.device.type == "cuda":
+            with self.clock.spent("compiling"), one_compiles(self.device):
+                self.target.compile(max_batch_tokens=self.plan.settings.max_batch_tokens)
+            self.self_check()
+        if strict_kernels:
+            self.target.refuse_slow_kernels()
         self.extractor = Extractor(
             self.target, self.catalog.store, max_batch_bytes=self.plan.max_batch_bytes, clock=self.clock
         )

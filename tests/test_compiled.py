@@ -39,9 +39,11 @@ SPEC = ExtractionSpec(
 @pytest.mark.parametrize("make", [tiny_hybrid, tiny_llama])
 def test_compiled_layers_tap_the_same_states_for_any_shape(make: Any) -> None:
     target = Target.from_backbone(make(), spec=SPEC)
-    batches = [torch.randint(0, VOCAB_SIZE, shape, device=DEVICE) for shape in ((4, 37), (7, 80), (2, 200))]
+    batches = [
+        torch.randint(0, VOCAB_SIZE, shape, device=DEVICE) for shape in ((4, 37), (7, 80), (1, 200), (3, 1))
+    ]
     eager = [target.tap(ids_BT) for ids_BT in batches]
-    target.compile()
+    target.compile(max_batch_tokens=256)
     for ids_BT, expected in zip(batches, eager, strict=True):
         for mine, theirs in zip(target.tap(ids_BT), expected, strict=True):
             assert float((mine - theirs).norm() / theirs.norm()) < 1e-4
@@ -50,7 +52,7 @@ def test_compiled_layers_tap_the_same_states_for_any_shape(make: Any) -> None:
 def test_the_environment_says_that_layers_are_compiled_and_names_the_kernels_still() -> None:
     target = Target.from_backbone(tiny_hybrid(), spec=SPEC)
     eager = target.environment()
-    target.compile()
+    target.compile(max_batch_tokens=256)
     compiled = target.environment()
     assert (eager["compiled"], compiled["compiled"]) == (False, True)
     assert compiled["kernels"] == eager["kernels"] | {CONVOLUTION: "layertap.compiled"}
@@ -66,7 +68,7 @@ def test_a_gpu_kernel_behind_the_operator_is_named_and_refused_on_a_cpu(
     implementation.__module__ = "fla.ops.gated_delta_rule"
     first, second = Target.from_backbone(tiny_hybrid(), spec=SPEC), tiny_hybrid().cpu()
     monkeypatch.setattr(modeling, DELTA_RULE, lambda *args, **kwargs: implementation(*args, **kwargs))
-    first.compile()
+    first.compile(max_batch_tokens=256)
     assert first.environment()["kernels"][DELTA_RULE] == "fla.ops.gated_delta_rule"
     with pytest.raises(TargetError, match=r"runs on a GPU only \(fla.ops.gated_delta_rule\)"):
         Target.from_backbone(second, spec=SPEC)
@@ -75,7 +77,7 @@ def test_a_gpu_kernel_behind_the_operator_is_named_and_refused_on_a_cpu(
 def test_each_of_two_families_in_one_process_keeps_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     families = {modeling: (tiny_hybrid().model, 2), other_modeling: (tiny_qwen3_next(), 3)}
     for module, (model, factor) in families.items():
-        monkeypatch.setattr(module, DELTA_RULE, lambda q, k, v, f=factor, **_: (v * f, None))
+        monkeypatch.setattr(module, DELTA_RULE, lambda q, k, v, *, f=factor, **_: (v * f, None))
         compile_layers(model.layers)
     x = torch.randn(1, 2, 2, 4)
     for module, (_, factor) in families.items():
