@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def extract_for(
 
 
 def engine(
-    options: argparse.Namespace, target: Target, shards: list[ShardRows], cost: Estimate
+    seconds: float, options: argparse.Namespace, target: Target, shards: list[ShardRows], cost: Estimate
 ) -> dict[str, Any]:
     """Figures of the engine over `options.seconds`."""
     folder = Path(tempfile.mkdtemp(dir=options.out))
@@ -124,10 +125,11 @@ def engine(
         with Extractor(
             target, Store.folder(folder), max_batch_bytes=cost.max_batch_bytes, clock=clock
         ) as extractor:
-            if options.seconds > WARM_S:
+            if seconds > WARM_S:
                 extract_for(WARM_S, extractor, shards, folder)
             before = clock.seconds
-            results, elapsed_s, dirty = extract_for(options.seconds, extractor, shards, folder)
+            with timed_taps(target) as taps:
+                results, elapsed_s, dirty = extract_for(seconds, extractor, shards, folder)
     finally:
         shutil.rmtree(folder)
         ended.set()
@@ -145,7 +147,8 @@ def engine(
         "written_gb": nbytes / 1e9,
         "written_gb_per_s": nbytes / 1e9 / elapsed_s,
         "dirty_gb_at_the_end": dirty / 1e9,
-        "seconds": {**spent, "other": elapsed_s - sum(spent.values())},
+        "seconds": spent,
+        "device_busy_share": sum(taps) / elapsed_s,
         "outside_forward_share": 1 - spent["forward"] / elapsed_s,
         "num_refused": sum(len(r.refused) for r in results),
         "num_splits": sum(r.num_splits for r in results),
@@ -218,6 +221,27 @@ def kernels(target: Target, ids_BT: torch.Tensor, num_rows: int = 20) -> list[di
     ]
 
 
+@contextmanager
+def timed_taps(target: Target) -> Iterator[list[float]]:
+    """Have the GPU itself time each forward pass of the block; the list holds its seconds afterwards."""
+    seconds, tap, pairs = list[float](), target.tap, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+
+    def timed(ids_BT: torch.Tensor) -> list[torch.Tensor]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        states = tap(ids_BT)
+        end.record()
+        pairs.append((start, end))
+        return states
+
+    if target.device.type == "cuda":
+        target.tap = timed  # type: ignore[method-assign]
+    yield seconds
+    target.tap = tap  # type: ignore[method-assign]
+    synchronize(target.device)
+    seconds.extend(start.elapsed_time(end) / 1e3 for start, end in pairs)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
@@ -269,62 +293,63 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     batches = [batch for shard in shards for batch in padded_batches(shard, device)]
     some = batches[:: max(1, len(batches) // options.alone_batches)]
     found["ceiling_before_flops_per_s"] = matmul_flops_per_s(device, target.info.hidden_size)
-    forward_alone(target, some)
-    found["eager_alone"] = forward_alone(target, some)
-    shapes = [(options.max_batch_tokens // length, length) for length in (264, 15)]
-    for shape in [(1, options.mean_length), *shapes]:
-        found[f"eager_{shape[0]}x{shape[1]}"] = forward_alone(target, batch_of(shape, target))
-    say(**found)
+    if options.rank == 0:
+        found |= alone("eager", options, target, some)
     if options.compile:
         start = time.perf_counter()
         target.compile(max_batch_tokens=options.max_batch_tokens)
         synchronize(device)
         found["compiling_s"] = time.perf_counter() - start
-        found["compiled_first_pass"] = forward_alone(target, some)
-        found["compiled_alone"] = forward_alone(target, some)
-        for shape in shapes:
-            found[f"compiled_{shape[0]}x{shape[1]}"] = forward_alone(target, batch_of(shape, target))
-        say(**{name: value for name, value in found.items() if name.startswith("compil")})
+        found |= alone("compiled", options, target, some)
+    say(**found)
     found["environment"] = target.environment()
     if options.barrier:
         found["alone"] = alone_then_together(options, target, shards, cost)
-    found["engine"] = engine(options, target, shards, cost)
+    seconds = options.together_seconds if options.barrier else options.seconds
+    found["engine"] = engine(seconds, options, target, shards, cost)
     found["ceiling_after_flops_per_s"] = matmul_flops_per_s(device, target.info.hidden_size)
     ceiling = max(found["ceiling_before_flops_per_s"], found["ceiling_after_flops_per_s"])
-    rate = found["engine"]["tokens_per_s"]
+    rate = (found.get("alone") or found["engine"])["tokens_per_s"]
     found["share_of_ceiling"] = rate * flops_per_token / ceiling
-    found["engine_over_eager_alone"] = rate / found["eager_alone"]["tokens_per_s"]
+    if options.rank == 0:
+        found["engine_over_eager_alone"] = rate / found["eager_alone"]["tokens_per_s"]
     if device.type == "cuda":
         found["device_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        found["kernels"] = kernels(target, batch_of(shapes[0], target)[0][2])
+        found["kernels"] = kernels(target, batch_of((options.max_batch_tokens // 264, 264), target)[0][2])
     say(**{name: found[name] for name in list(found)[list(found).index("environment") :]})
+    return found
+
+
+def alone(
+    how: str, options: argparse.Namespace, target: Target, batches: list[tuple[int, int, torch.Tensor]]
+) -> dict[str, Any]:
+    """The forward pass alone: of some of the plan's batches, of one row, of short and of middling rows."""
+    forward_alone(target, batches)  # kernels are made for shapes that are new
+    found = {f"{how}_alone": forward_alone(target, batches)}
+    for shape in ((1, options.mean_length), *((options.max_batch_tokens // n, n) for n in (264, 15))):
+        found[f"{how}_{shape[0]}x{shape[1]}"] = forward_alone(target, batch_of(shape, target))
     return found
 
 
 def alone_then_together(
     options: argparse.Namespace, target: Target, shards: list[ShardRows], cost: Estimate
 ) -> dict[str, Any] | None:
-    """The first GPU runs while the others wait; then all meet, and go on together."""
-    meet(options.barrier, "ready", options.of)
-    alone = engine(options, target, shards, cost) if options.rank == 0 else None
-    meet(options.barrier, "together", options.of)
-    return alone
-
-
-def meet(folder: Path, what: str, num_processes: int) -> None:
-    """Wait until all processes have come here."""
-    (folder / f"{what}-{os.getpid()}").touch()
-    while len(list(folder.glob(f"{what}-*"))) < num_processes:
+    """The first GPU runs while the others wait; then all go on together."""
+    alone = engine(options.seconds, options, target, shards, cost) if options.rank == 0 else None
+    say(alone=alone)
+    (options.barrier / str(options.rank)).touch()
+    while len(list(options.barrier.glob("[0-9]"))) < options.of:
         time.sleep(0.05)
+    return alone
 
 
 def measure_several(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """The same on several GPUs at once, a process each."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as barrier:
         folder = Path(name)
         children = [
             subprocess.Popen(
-                [sys.executable, __file__, *arguments, "--gpus", "1", "--barrier", name]
+                [sys.executable, __file__, *arguments, "--gpus", "1", "--barrier", barrier]
                 + ["--rank", str(k), "--of", str(options.gpus), "--json", str(folder / f"{k}.json")],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": str(k)},
                 stdout=None if k == 0 else subprocess.DEVNULL,
@@ -349,6 +374,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=90, help="how long to measure the engine")
     parser.add_argument("--out", type=Path, help="folder to write to; a temporary one if not given")
+    parser.add_argument("--together-seconds", type=float, default=45, help="how long all GPUs together")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--shape", choices=list(LAYER_IDS), default="27b")
     parser.add_argument("--device", default="cuda")

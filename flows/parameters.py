@@ -38,6 +38,12 @@ class Advanced(BaseModel):
     id_column: str = Field(default="id", min_length=1, description="Column of row ids, if any.")
     max_batch_tokens: int = Field(default=8192, ge=1, description="Rows of a batch times its longest row.")
     shard_tokens: int = Field(default=2_000_000, ge=1, description="Tokens of a shard, the unit of retries.")
+    compiled: bool = Field(
+        default=True, description="Compile the decoder layers on GPUs: a third faster after a minute's start."
+    )
+    strict_kernels: bool = Field(
+        default=True, description="Fail rather than run on a GPU with transformers' slow reference code."
+    )
 
 
 LAYERS_OR_DRAFTER: dict[str, Any] = {
@@ -55,12 +61,6 @@ class Extraction(BaseModel):
 
     target: str = Field(
         min_length=1, description="Target model: a hub id, or a folder that is there on every host."
-    )
-    compiled: bool = Field(
-        default=True, description="Compile the decoder layers on GPUs: a third faster after a minute's start."
-    )
-    strict_kernels: bool = Field(
-        default=True, description="Fail rather than run on a GPU with transformers' slow reference code."
     )
     dataset: str = Field(
         min_length=1,

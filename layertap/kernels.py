@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from layertap.compiled import CONVOLUTION, DELTA_RULE, delta_rules, fla_convolution, is_opened_up
+from layertap.delta_net import is_fused
 from layertap.errors import TargetError
 
 OWN_CODE = "transformers (reference)"
@@ -51,6 +52,8 @@ def kernels_in_use(layers: nn.ModuleList) -> dict[str, str]:
             if implementation is not None:
                 is_own = implementation.__module__ == module.__name__
                 chosen[name] = OWN_CODE if is_own else implementation.__module__
+    if any(is_fused(block) for block in layers.modules()):
+        chosen[CONVOLUTION] = is_fused.__module__
     return chosen
 
 

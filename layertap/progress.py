@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 SpentOn = Literal[
-<<<<<<< HEAD
     "compiling", "self-check", "forward", "loading", "waiting for data", "waiting for the store", "other"
 ]
 """What a second of a lane can go to. Where several are true of it, it counts under the first of them."""
@@ -28,11 +27,6 @@ WAYS_OUT: Mapping[SpentOn, str] = {
     "other": "the lane had no shard, or one that waited for another try",
 }
 """What would make a wait shorter; for `other`, what it is."""
-=======
-    "loading", "compiling", "self-check", "forward", "waiting for data", "waiting for the store", "other"
-]
-"""What a second of a lane's device can go to."""
->>>>>>> 5ec1d0f (Compile the decoder layers in lanes, with fla's kernels kept and tuned at the size that runs)
 
 
 class Clock:

@@ -1,10 +1,12 @@
 """Compiled layers compute what eager ones do, and say with which kernels."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextModel
 from transformers.models.qwen3_next import modeling_qwen3_next as other_modeling
@@ -16,7 +18,9 @@ from layertap.compiled import (
     opaque_delta_rule,
     shifted_convolution,
 )
+from layertap.delta_net import fuse_delta_nets, is_fused
 from layertap.errors import TargetError
+from layertap.kernels import refuse_slow_kernels
 from layertap.spec import ExtractionSpec
 from layertap.target import Target
 from tests.models import DEVICE, VOCAB_SIZE, tiny_hybrid, tiny_llama
@@ -30,6 +34,8 @@ def modeling_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch._dynamo.reset()
 
+
+pytestmark = pytest.mark.timeout(600)  # the compiler takes its time
 
 SPEC = ExtractionSpec(
     target_identity="in memory", layer_ids=(0, 3), last_hidden_state="none", dtype="float32"
@@ -55,7 +61,7 @@ def test_the_environment_says_that_layers_are_compiled_and_names_the_kernels_sti
     target.compile(max_batch_tokens=256)
     compiled = target.environment()
     assert (eager["compiled"], compiled["compiled"]) == (False, True)
-    assert compiled["kernels"] == eager["kernels"] | {CONVOLUTION: "layertap.compiled"}
+    assert compiled["kernels"] == eager["kernels"] | {CONVOLUTION: "layertap.delta_net"}
     assert DELTA_RULE in eager["kernels"]
 
 
@@ -113,3 +119,75 @@ def test_what_can_not_be_computed_is_refused() -> None:
         opaque_delta_rule(modeling.__name__, x, x, x, x[..., 0], x[..., 0], cu_seqlens=torch.tensor([0, 2]))
     with pytest.raises(TargetError, match="'relu' can't be compiled"):
         shifted_convolution(torch.randn(1, 2, 3), torch.randn(2, 4), activation="relu")
+
+
+def test_the_fused_delta_net_is_the_plain_one() -> None:
+    model = tiny_hybrid().model
+    batches = [torch.randint(0, VOCAB_SIZE, shape, device=DEVICE) for shape in ((3, 70), (2, 1))]
+    with torch.inference_mode():
+        plain = [model(input_ids=ids_BT, use_cache=False).last_hidden_state for ids_BT in batches]
+        fuse_delta_nets(model.layers)
+        fused = [model(input_ids=ids_BT, use_cache=False).last_hidden_state for ids_BT in batches]
+    assert sum(is_fused(block) for block in model.modules()) == 6
+    for mine, theirs in zip(fused, plain, strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 1e-4
+
+
+def test_fused_projections_take_no_second_copy_of_the_weights() -> None:
+    model = tiny_hybrid().model
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    fuse_delta_nets(model.layers)
+    block = next(block for block in model.modules() if is_fused(block))
+    inside = block.projection.untyped_storage().data_ptr()
+    assert block.in_proj_z.weight.untyped_storage().data_ptr() == inside
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
+
+
+def test_a_block_with_biases_or_quantised_weights_stays_as_it_is() -> None:
+    model = tiny_hybrid().model
+    first, second = [block for block in model.modules() if hasattr(block, "in_proj_qkv")][:2]
+    first.in_proj_b.bias = torch.nn.Parameter(torch.zeros(6))
+    second.in_proj_a = type("Quantised", (torch.nn.Linear,), {})(64, 6, bias=False)
+    fuse_delta_nets(model.layers)
+    assert (is_fused(first), is_fused(second)) == (False, False)
+
+
+def test_slow_reference_code_is_refused_on_a_gpu_with_the_way_out() -> None:
+    layers = tiny_hybrid().model.layers
+    refuse_slow_kernels(layers, torch.device("cpu"))
+    with pytest.raises(TargetError, match="torch_chunk_gated_delta_rule would run.*install flash-linear-att"):
+        refuse_slow_kernels(layers, torch.device("cuda"))
+    refuse_slow_kernels(tiny_llama().model.layers, torch.device("cuda"))
+
+
+def test_layers_that_can_not_be_compiled_are_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target.from_backbone(tiny_llama(), spec=SPEC)
+
+    def fail(_layers: torch.nn.ModuleList) -> None:
+        raise torch._dynamo.exc.InternalTorchDynamoError("no such luck")
+
+    monkeypatch.setattr("layertap.target.compile_layers", fail)
+    with pytest.raises(TargetError, match="of llama can't be compiled: run with `compiled` off. no such luck"):
+        target.compile(max_batch_tokens=256)
+
+
+@pytest.mark.parametrize("make", [tiny_hybrid, tiny_llama])
+def test_compiled_layers_are_as_near_to_float32_as_eager_ones(make: Any) -> None:
+    spec = replace(SPEC, dtype="bfloat16")
+    batches = [torch.randint(0, VOCAB_SIZE, shape, device=DEVICE) for shape in ((8, 64), (3, 100))]
+    exact = Target.from_backbone(make(), spec=SPEC)
+    expected = [target_states for ids_BT in batches for target_states in exact.tap(ids_BT)]
+    target = Target.from_backbone(make().to(torch.bfloat16), spec=spec)
+    eager = _errors(target, batches, expected)
+    target.compile(max_batch_tokens=512)
+    compiled = _errors(target, batches, expected)
+    assert all(mine <= 1.2 * theirs for mine, theirs in zip(compiled, eager, strict=True)), (compiled, eager)
+
+
+def _errors(target: Target, batches: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """Of each state of each batch, the median over its tokens of the relative error."""
+    states = [state for ids_BT in batches for state in target.tap(ids_BT)]
+    return [
+        float(((mine - theirs).norm(dim=-1) / theirs.norm(dim=-1)).median())
+        for mine, theirs in zip(states, expected, strict=True)
+    ]

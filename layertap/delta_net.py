@@ -1,0 +1,143 @@
+"""The Gated DeltaNet block of Qwen3.5 with fewer passes over memory: what a compiler can't find by itself.
+
+The four projections of the input become one matrix product; convolution, activation and normalisation one
+kernel that reads what it wrote and leaves query, key and value as the delta rule wants them; the decay is
+worked out inside fla's kernels.
+
+Shapes: B rows, T tokens, K query and key heads, V value heads, D size of a head, C channels.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+L2NORM_EPS = 1e-6
+"""As in fla and in transformers."""
+
+
+def fuse_delta_nets(layers: nn.ModuleList) -> None:
+    """Give each block that is built as Qwen3.5's its fused forward; the weights move side by side."""
+    for block in layers.modules():
+        if _is_known(block):
+            _lay_side_by_side(block)
+            block.forward = MethodType(_forward, block)
+
+
+def is_fused(block: nn.Module) -> bool:
+    """Whether this is a block with the fused forward."""
+    return getattr(block.forward, "__func__", None) is _forward
+
+
+def _is_known(block: Any) -> bool:
+    """Whether the block is Qwen3.5's, not quantised, without biases, its heads of a size the kernel takes."""
+    if not all(type(getattr(block, name, None)) is nn.Linear for name in (*PROJECTIONS, "out_proj")):
+        return False
+    has_biases = any(getattr(block, name).bias is not None for name in (*PROJECTIONS, "conv1d"))
+    size = block.head_k_dim
+    return (
+        not has_biases and size == block.head_v_dim and size & (size - 1) == 0 and block.activation == "silu"
+    )
+
+
+def _lay_side_by_side(block: Any) -> None:
+    projections = [getattr(block, name) for name in PROJECTIONS]
+    block.projection_sizes = [len(projection.weight) for projection in projections]
+    block.projection = nn.Parameter(torch.cat([p.weight for p in projections]), requires_grad=False)
+    for projection, weight in zip(
+        projections, torch.split(block.projection, block.projection_sizes), strict=True
+    ):
+        projection.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _forward(self: Any, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """The block over whole rows, [B, T, H] to [B, T, H]; there is no cache and no mask in an extraction."""
+    num_rows, num_tokens, _ = hidden_states.shape
+    projected = torch.split(functional.linear(hidden_states, self.projection), self.projection_sizes, dim=-1)
+    mixed_BTC, z_BTC, b_BTV, a_BTV = projected
+    heads = (self.num_k_heads, self.num_k_heads, self.num_v_heads)
+    query, key, value = convolve(mixed_BTC, self.conv1d.weight.squeeze(1), heads, self.head_v_dim)
+    out: Tensor = delta_rule(
+        query, key, value, a_BTV.contiguous(), b_BTV.sigmoid().contiguous(), self.A_log, self.dt_bias
+    )
+    out = self.norm(out.reshape(-1, self.head_v_dim), z_BTC.reshape(-1, self.head_v_dim))
+    projected_back: Tensor = self.out_proj(out.reshape(num_rows, num_tokens, -1))
+    return projected_back
+
+
+def convolve(
+    mixed_BTC: Tensor, weight: Tensor, heads: tuple[int, int, int], head_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal depthwise convolution and SiLU; query and key are normalised.
+
+    Args:
+        mixed_BTC: query, key and value, [B, T, C], tokens any stride apart.
+        weight: [C, taps], the last one for the token itself.
+        heads: of query, key and value.
+        head_size: D.
+
+    Returns:
+        Query, key [B, T, K, D] and value [B, T, V, D], each contiguous.
+    """
+    ends = [sum(heads[: k + 1]) * head_size for k in range(3)]
+    parts = [
+        convolve_heads(mixed_BTC, weight, end - num_heads * head_size, num_heads, head_size, k < 2)
+        for k, (end, num_heads) in enumerate(zip(ends, heads, strict=True))
+    ]
+    return parts[0], parts[1], parts[2]
+
+
+@torch.library.custom_op("layertap::convolve_heads", mutates_args=())
+def convolve_heads(
+    mixed_BTC: Tensor, weight: Tensor, first: int, num_heads: int, head_size: int, is_normed: bool
+) -> Tensor:
+    """The heads that begin at channel `first`, [B, T, heads, D]: convolved, activated, perhaps normalised."""
+    if mixed_BTC.device.type == "cuda":
+        from layertap.delta_net_kernel import launch
+
+        return launch(mixed_BTC, weight, first, num_heads, head_size, is_normed, L2NORM_EPS)
+    channels = slice(first, first + num_heads * head_size)
+    num_taps, num_tokens = weight.shape[-1], mixed_BTC.shape[1]
+    padded = functional.pad(mixed_BTC[:, :, channels], (0, 0, num_taps - 1, 0)).float()
+    taps = weight[channels].float()
+    out = sum((padded[:, k : k + num_tokens] * taps[:, k] for k in range(num_taps)), padded.new_zeros(()))
+    heads: Tensor = functional.silu(out).to(mixed_BTC.dtype).reshape(*out.shape[:2], num_heads, head_size)
+    if is_normed:
+        wide = heads.float()
+        heads = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPS)).to(heads.dtype)
+    return heads
+
+
+@convolve_heads.register_fake
+def _(
+    mixed_BTC: Tensor, weight: Tensor, first: int, num_heads: int, head_size: int, is_normed: bool
+) -> Tensor:
+    return mixed_BTC.new_empty((*mixed_BTC.shape[:2], num_heads, head_size))
+
+
+@torch.library.custom_op("layertap::gated_delta_rule_of_gate", mutates_args=())
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, a: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor
+) -> Tensor:
+    """The gated delta rule, [B, T, V, D], from normalised query and key and the raw decay `a` [B, T, V]."""
+    if value.device.type == "cuda":
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        gate = {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias}
+        out: Tensor = chunk_gated_delta_rule(query, key, value, g=a, beta=beta, **gate)[0]
+        return out
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    decay = -a_log.float().exp() * functional.softplus(a.float() + dt_bias)
+    out = torch_chunk_gated_delta_rule(query, key, value, g=decay, beta=beta)[0]
+    return out.contiguous()
+
+
+@delta_rule.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, a: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor
+) -> Tensor:
+    return value.new_empty(value.shape)
