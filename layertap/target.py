@@ -188,10 +188,10 @@ class Target:
         Raises:
             TargetError: the layers can't be compiled.
         """
-        compile_layers(self._backbone.layers)
-        self._is_compiled = True
         shapes = [(max(2, max_batch_tokens // length), length) for length in WARM_LENGTHS]
         try:
+            compile_layers(self._backbone.layers)
+            self._is_compiled = True
             for shape in [*shapes, (1, WARM_LENGTHS[0])]:
                 self.tap(torch.zeros(shape, dtype=torch.int32, device=self.device))
         except torch._dynamo.exc.TorchDynamoException as error:
