@@ -75,7 +75,7 @@ def test_the_form_itself_refuses_a_bad_value_before_a_run_starts(field: str, val
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match="no shard_token; it has dataset, .*shard_tokens"):
+    with pytest.raises(InputError, match="no shard_token; it has compiled, dataset, .*shard_tokens"):
         Extraction.of({**FORM, "shard_token": 3})
 
 
