@@ -4,11 +4,12 @@ Shapes: B rows of T1, T2, … tokens, N of them together, T the most; L layers, 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 __all__ = ["pack", "pad"]
 
@@ -30,7 +31,7 @@ def pack(rows: Sequence[Row]) -> dict[str, Any]:
     ends = lengths.cumsum(0)
     starts = torch.repeat_interleave(ends - lengths, lengths)
     return {
-        **{name: torch.cat([row[name] for row in rows]) for name in PER_TOKEN if name in rows[0]},
+        **_copied(rows, (int(ends[-1]),), [slice(a, b) for a, b in pairwise([0, *ends.tolist()])]),
         "position_ids": torch.arange(len(starts)) - starts,
         "document_ids": torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), lengths),
         "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
@@ -50,14 +51,29 @@ def pad(rows: Sequence[Row]) -> dict[str, Any]:
     lengths = _lengths(rows)
     tokens = torch.arange(int(lengths.max()))
     return {
-        **{
-            name: pad_sequence([row[name] for row in rows], batch_first=True)
-            for name in PER_TOKEN
-            if name in rows[0]
-        },
+        **_copied(rows, (len(rows), len(tokens)), [(k, slice(n)) for k, n in enumerate(lengths.tolist())]),
         "attention_mask": (tokens < lengths[:, None]).to(torch.int64),
         "row": _numbers(rows),
     }
+
+
+def _copied(rows: Sequence[Row], shape: tuple[int, ...], places: Sequence[Any]) -> dict[str, Tensor]:
+    """Each row at its place in zeros of this shape.
+
+    numpy copies in the calling thread and without the GIL. Torch would start threads of its own in each of
+    the threads that make batches, and they would wait for each other.
+    """
+    batch: dict[str, Tensor] = {}
+    for name in PER_TOKEN:
+        if name not in rows[0]:
+            continue
+        first: Tensor = rows[0][name]
+        of_token = first[:1].reshape(-1).view(torch.uint8)
+        into = np.zeros((*shape, len(of_token)), np.uint8)
+        for row, place in zip(rows, places, strict=True):
+            into[place] = row[name].reshape(len(row[name]), -1).view(torch.uint8).numpy()
+        batch[name] = torch.from_numpy(into).view(first.dtype).view(*shape, *first.shape[1:])
+    return batch
 
 
 def _lengths(rows: Sequence[Row]) -> Tensor:

@@ -54,7 +54,8 @@ class EpochSettings:
     stays within. Otherwise rows of any length meet, and the sum of their tokens stays within: for packing."""
 
     window_bytes: int = 512 << 20
-    """Rows that are shuffled among each other, in bytes of the store; a reader holds up to two windows."""
+    """Rows that are shuffled among each other, in bytes of the store. A reader holds up to two windows, and
+    while requests are under way some of their bytes twice."""
 
     drop_last: bool = False
     """Leave out the batches with which only some of the ranks would take one more step, and an incomplete

@@ -256,5 +256,6 @@ def _load_file(path: Path, offset: int, nbytes: int) -> Tensor:
             return _copied(os.pread(file.fileno(), nbytes, offset))
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(file.fileno(), offset + nbytes - start, access=mmap.ACCESS_COPY, offset=start)
+    mapped.madvise(mmap.MADV_WILLNEED)  # read ahead as one, not page after page
     _live_maps.add(mapped)
     return torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - start)

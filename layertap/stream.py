@@ -89,7 +89,7 @@ class RowStream(IterableDataset[Any]):
         self._start = self._at = Position()
         shared: Any = torch.zeros(2, dtype=torch.int64)
         self._shared: Tensor = shared.share_memory_()
-        """The epoch, and whether DataLoader workers have read: seen by all processes."""
+        """The epoch, and whether DataLoader workers were the last to read: seen by all processes."""
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch with the next pass, in workers that live on as well.
@@ -109,7 +109,7 @@ class RowStream(IterableDataset[Any]):
         """The rest of the epoch: from its beginning, or from the state that was loaded."""
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        self._shared[1] |= info is not None
+        self._shared[1] = info is not None
         position = self._begin(num_workers)
         batches = self.batches(position)
         steps = range(position.num_steps + worker, len(batches), num_workers)

@@ -73,3 +73,14 @@ def test_batches_own_their_memory(collate: Any) -> None:
     rows = rows_of([4], stores_last=True)
     collate(rows)["hidden_states"].zero_()
     assert rows[0]["hidden_states"].any()
+
+
+def test_rows_that_are_views_of_others_are_copied_as_they_read() -> None:
+    [row] = rows_of([6], stores_last=True)
+    picked = row | {
+        "hidden_states": row["hidden_states"][:, [2, 0]],
+        "last_hidden_state": row["hidden_states"][:, 1],
+    }
+    batch = pack([picked, picked])
+    assert torch.equal(batch["hidden_states"], torch.cat([picked["hidden_states"]] * 2))
+    assert torch.equal(batch["last_hidden_state"], torch.cat([picked["last_hidden_state"]] * 2))

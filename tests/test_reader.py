@@ -4,8 +4,10 @@ import dataclasses
 import json
 import pickle
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from layertap.catalog import Catalog
 from layertap.errors import CatalogError, FormatError, IntegrityError, NotFoundError
 from layertap.records import Root, to_json
 from layertap.spec import ExtractionSpec
-from layertap.store import Store
+from layertap.store import S3Settings, Store
 from layertap.versions import NOT_EXTRACTED, Versions
 from tests.processes import in_fresh_process
 from tests.stored import (
@@ -342,3 +344,78 @@ def test_a_row_that_arrives_damaged_is_fetched_once_more(
     monkeypatch.setattr(Store, "get_range", damaged_once)
     assert_is_row(states[0], 0)
     assert num_calls == 2
+
+
+def test_neighbours_are_one_request_and_rows_far_apart_several(
+    s3_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = new_catalog(s3_store)
+    dataset, scan = dataset_of(ROWS, tmp_path / "rows.parquet")
+    extract(catalog, plan_for(dataset, scan, catalog))
+    publish(catalog, dataset, scan)
+    states = HiddenStates(s3_store)
+    asked: list[tuple[str, int, int]] = []
+    get_range = Store.get_range
+
+    def counted(self: Store, path: str, offset: int, nbytes: int) -> Any:
+        asked.append((path, offset, nbytes))
+        return get_range(self, path, offset, nbytes)
+
+    monkeypatch.setattr(Store, "get_range", counted)
+    wanted = [3, 23, 0, 3, *range(24)]
+    for number, item in zip(wanted, states.__getitems__(wanted), strict=True):
+        assert_is_row(item, number)
+    num_files = len(set(states.places.file))
+    assert len(asked) == num_files
+    asked.clear()
+    monkeypatch.setattr("layertap.rows.MAX_SPAN_BYTES", 3_000)
+    states.__getitems__(range(24))
+    assert len(asked) > num_files
+    assert all(nbytes <= 3_000 for _, _, nbytes in asked)
+    asked.clear()
+    monkeypatch.setattr("layertap.rows.MAX_GAP_BYTES", -1)
+    states.__getitems__(range(24))
+    assert len(asked) == 24
+
+
+def test_the_same_row_asked_twice_is_two_rows(filled: Store) -> None:
+    first, second = HiddenStates(filled).__getitems__([4, 4])
+    first["hidden_states"].zero_()
+    assert_is_row(second, 4)
+
+
+class _CutsTheFirstAnswer(BaseHTTPRequestHandler):
+    """A server of ranges whose connection breaks once in the middle of an answer."""
+
+    protocol_version = "HTTP/1.1"
+    body = bytes(range(256)) * 100
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        first, last = (int(k) for k in self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = self.body[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(self.body)}")
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.send_header("ETag", '"x"')
+        self.end_headers()
+        self.asked.append(self.headers["Range"])
+        self.close_connection = len(self.asked) == 1
+        self.wfile.write(part[:3_000] if self.close_connection else part)
+
+    def log_message(self, *_: Any) -> None:
+        """Tell nobody."""
+
+
+def test_an_answer_that_breaks_off_is_taken_up_where_it_broke(aws_environment: None) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _CutsTheFirstAnswer)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        settings = S3Settings(bucket="bucket", endpoint_url=f"http://127.0.0.1:{server.server_port}")
+        data = Store.s3(settings).get_range("x", 100, 20_000)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert bytes(data) == _CutsTheFirstAnswer.body[100:20_100]
+    assert _CutsTheFirstAnswer.asked == ["bytes=100-20099", "bytes=3100-20099"]

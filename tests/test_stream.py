@@ -240,6 +240,7 @@ def test_an_epoch_is_told_to_workers_that_live_on(root: Path) -> None:
 def _tell_the_epoch(root: Path) -> None:
     stream = HiddenStates(root).stream(batch_size=4, num_threads=1)
     alone = [rows_in(stream.loader(2, **forked(2))) for _ in range(2)]
+    assert alone[0] != alone[1]
     stream.set_epoch(0)
     loader = DataLoader(stream, batch_size=None, num_workers=2, persistent_workers=True, **forked(2))
     assert rows_in(loader) == alone[0]

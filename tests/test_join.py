@@ -1,0 +1,124 @@
+"""Two roots read as one: other layers of the same target, found by the rows' tokens."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layertap import HiddenStates
+from layertap.errors import MissingRowError, SpecMismatchError
+from layertap.spec import ExtractionSpec
+from layertap.store import Store
+from layertap.versions import NOT_EXTRACTED
+from tests.stored import (
+    SPEC,
+    claimed,
+    dataset_of,
+    new_catalog,
+    plan_for,
+    publish,
+    some_rows,
+    states_of,
+    write_attempt,
+)
+
+ROWS = some_rows(20)
+
+
+def fill(folder: Path, numbers: list[int], *, shards: int | None = None, **changes: Any) -> Store:
+    """A root with some of the rows, in this order, of which so many shards were extracted."""
+    values = {**SPEC.to_dict(), **changes}
+    spec = ExtractionSpec.from_dict(values)
+    store = Store.folder(folder / "root")
+    catalog = new_catalog(store, spec)
+    dataset, scan = dataset_of([ROWS[i] for i in numbers], folder / "rows.parquet")
+    plan = plan_for(dataset, scan, catalog, shard_tokens=200)
+    for shard in range(len(plan.shards))[:shards]:
+        claim = claimed(catalog, plan, shard)
+        catalog.commit(claim, write_attempt(catalog, claim, spec=spec))
+    publish(catalog, dataset, scan)
+    return store
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Store:
+    return fill(tmp_path / "a", list(range(20)), layer_ids=[0, 5], last_hidden_state="none")
+
+
+def assert_joined(item: dict[str, Any], store: Store, other: HiddenStates) -> None:
+    tokens = ROWS[item["row"]]["input_ids"][:50]
+    assert item["input_ids"].tolist() == tokens
+    assert item["loss_mask"].tolist() == ROWS[item["row"]]["loss_mask"][:50]
+    mine, _ = states_of(tokens, HiddenStates(store).spec)
+    theirs, last = states_of(tokens, other.spec)
+    assert torch.equal(
+        item["hidden_states"], torch.stack([mine[:, 0], theirs[:, 0], theirs[:, 1], mine[:, 1]], 1)
+    )
+    assert torch.equal(item["last_hidden_state"], last)
+
+
+def test_rows_have_the_layers_of_both_in_order(first: Store, tmp_path: Path) -> None:
+    """The other dataset has the rows in another order."""
+    second = fill(tmp_path / "b", list(range(19, -1, -1)), layer_ids=[1, 3])
+    other = HiddenStates(second)
+    states = HiddenStates(first, join=second)
+    assert states.layer_ids == (0, 1, 3, 5)
+    assert states.last_hidden_state == "pre_norm"
+    assert len(states) == 20 and len(states.missing) == 0
+    for item in [*states, *states.stream(), *pickle.loads(pickle.dumps(states)).__getitems__([7, 7, -1])]:
+        assert_joined(item, first, other)
+    assert sorted(item["row"] for item in states.stream()) == list(range(20))
+
+
+def test_a_layer_that_both_have_is_there_once(first: Store, tmp_path: Path) -> None:
+    second = fill(tmp_path / "b", list(range(20)), layer_ids=[4, 5])
+    states = HiddenStates(first, join=HiddenStates(second, version=1))
+    assert states.layer_ids == (0, 4, 5)
+    tokens = ROWS[6]["input_ids"][:50]
+    assert torch.equal(states[6]["hidden_states"][:, 2], states_of(tokens, HiddenStates(first).spec)[0][:, 1])
+
+
+def test_rows_that_one_root_lacks_are_missing_and_say_why(first: Store, tmp_path: Path) -> None:
+    second = fill(tmp_path / "b", list(range(2, 20)), shards=1, layer_ids=[1, 3])
+    other = HiddenStates(second, version=1)
+    assert 0 < len(other) < 18
+    states = HiddenStates(first, join=other)
+    assert states.rows.tolist() == (other.rows + 2).tolist()
+    for item in states:
+        assert_joined(item, first, other)
+    reasons = dict(zip(*states.missing.to_pydict().values(), strict=True))
+    assert sorted([*reasons, *states.rows.tolist()]) == list(range(20))
+    uri = f"version 1 of {second.uri}"
+    assert reasons[0] == f"not in {uri}: its dataset has no row of these tokens"
+    assert reasons[int(other.missing["row"][0].as_py()) + 2] == f"not in {uri}: {NOT_EXTRACTED}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"target_identity": "folder:4567"},
+            "target_identity is 'folder:0123' in one and 'folder:4567' in the",
+        ),
+        ({"dtype": "float32"}, "dtype is 'bfloat16' in one and 'float32' in the other"),
+    ],
+)
+def test_roots_of_other_targets_are_refused(
+    first: Store, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    second = fill(tmp_path / "b", [0], layer_ids=[1], **changes)
+    with pytest.raises(SpecMismatchError, match=message):
+        HiddenStates(first, join=second)
+
+
+def test_a_missing_row_says_why_it_is_missing(tmp_path: Path) -> None:
+    states = HiddenStates(fill(tmp_path, list(range(20)), shards=1), version=1)
+    stored, missing = int(states.rows[2]), int(states.missing["row"][0].as_py())
+    assert states.index_of(stored) == 2
+    with pytest.raises(MissingRowError, match=f"row {missing} is not stored in .*: {NOT_EXTRACTED}"):
+        states.index_of(missing)
+    for row in (20, -1):
+        with pytest.raises(IndexError, match=f"row {row} of a dataset of 20 rows"):
+            states.index_of(row)
