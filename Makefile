@@ -65,8 +65,9 @@ example: $(READY)  ## train a small drafter on a root, and on wrong states, and 
 	$(BIN)/python examples/compare_drafters.py $(EXAMPLE)/root $(EXAMPLE)/map.pt $(EXAMPLE)/outcomes \
 	    --plot docs/drafter.png
 
-bench: $(READY)  ## seconds and memory of planning the headline dataset
-	$(BIN)/python benchmarks/plan.py
+bench: $(READY)  ## ratios of writing, the engine and planning on this machine, in about five minutes
+	@mkdir -p build
+	$(BIN)/layertap bench --json build/bench.json
 
 clean:  ## end the demo's stack, and remove all that was made here
 	if [ -x $(BIN)/layertap ] && [ -d .layertap ]; then $(BIN)/layertap down --state .layertap; fi

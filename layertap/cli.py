@@ -424,6 +424,33 @@ def _say_export(planned: "Export") -> None:
         )
 
 
+@main.command()
+@click.argument("names", nargs=-1, type=click.Choice(["writes", "engine", "planning"]))
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where to write, on the disk to be measured; some 15 GB [default: the system's temporary folder].",
+)
+@click.option(
+    "--json",
+    "out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("bench.json"),
+    show_default=True,
+    help="File for all figures.",
+)
+def bench(names: tuple[str, ...], folder: Path | None, out: Path) -> None:
+    """Measure layertap on this machine, all of it or the benchmarks of NAMES, in about five minutes.
+
+    Each is a ratio of two things taken in turns: `writes` against a file a sample, on a folder and on the
+    embedded S3 server; `engine`, around a target that costs nothing, against a plain write; `planning` of
+    913,786 rows against a hash.
+    """
+    from layertap.bench.command import BENCHMARKS, run
+
+    run(names or list(BENCHMARKS), folder, out)
+
+
 def _table(*columns: str) -> Table:
     """An empty table; only its last column is folded where the terminal is too narrow."""
     *others, last = columns

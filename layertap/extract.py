@@ -26,7 +26,7 @@ from layertap.errors import DeviceError
 from layertap.progress import Clock, SpentOn
 from layertap.records import KEY_BYTES, ShardRows
 from layertap.staging import BatchLayout, Slot, SlotPool, pack, slot_nbytes
-from layertap.store import Store, checksum, crc64nvme
+from layertap.store import Store, checksum, checksum_text, crc64nvme, crc64nvme_of_all
 from layertap.target import Target
 
 UNFINITE = "hidden states aren't finite (NaN or infinity)"
@@ -364,7 +364,8 @@ class _Shard:
             file, spans = slot.file(layout), zip(layout.offsets, layout.nbytes, strict=True)
             row_crcs = [crc64nvme(file[offset : offset + nbytes]) for offset, nbytes in spans]
             if layout.keys:
-                digest = checksum(file)
+                header = (crc64nvme(file[: layout.data_offset]), layout.data_offset)
+                digest = checksum_text(crc64nvme_of_all([header, *zip(row_crcs, layout.nbytes, strict=True)]))
                 self._extractor.store.put(f"{self._prefix}/{name}", file, durable=True)
         finally:
             self._extractor._slots.release(slot)

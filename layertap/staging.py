@@ -243,18 +243,38 @@ def pack(
     """
     word, num_layers = words.dtype, len(layout.spec.layer_ids)
     lengths = layout.num_tokens[first : first + len(ids_BT)]
-    layers_BTLH = torch.stack(tuple(states[:num_layers]), dim=2)
-    parts = [layers_BTLH, *states[num_layers:]]
+    parts = list(states)
+    if words.is_cuda:  # a copy is a launch there: let them be few
+        parts = [torch.stack(parts[:num_layers], dim=2), *parts[num_layers:]]
     pieces = [_real(part.contiguous().view(word), lengths) for part in parts]
     pieces.append(_real(ids_BT.contiguous().view(word).view(*ids_BT.shape, -1), lengths))
 
-    sizes = [piece.numel() for row in zip(*pieces, strict=True) for piece in row]
+    rows = list(zip(*pieces, strict=True))
+    sizes = [piece.numel() for row in rows for piece in row]
     begin = (layout.offsets[first] - layout.data_offset) // layout.spec.item_bytes
-    places = torch.split(words[begin : begin + sum(sizes)], sizes)
-    torch._foreach_copy_(places, [piece for row in zip(*pieces, strict=True) for piece in row])
+    words_of_rows = words[begin : begin + sum(sizes)]
+    if words.is_cuda:
+        places, sources = list(torch.split(words_of_rows, sizes)), [piece for row in rows for piece in row]
+    else:
+        places, sources = _interleaved(words_of_rows, rows, lengths, num_layers)
+    torch._foreach_copy_(places, sources)
 
     flags = words[layout.data_nbytes // layout.spec.item_bytes :]
     flags[first : first + len(lengths)] = _finite_rows(parts, lengths_B)
+
+
+def _interleaved(
+    words: Tensor, rows: Sequence[Sequence[Tensor]], lengths: Sequence[int], num_layers: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Places and sources of rows whose layers are apart: strided, which saves a pass over all states."""
+    places, sources = list[Tensor](), list[Tensor]()
+    mine = torch.split(words, [sum(piece.numel() for piece in row) for row in rows])
+    for row_words, row, num_tokens in zip(mine, rows, lengths, strict=True):
+        layers, others = row[:num_layers], row[num_layers:]
+        among, *apart = torch.split(row_words, [num_layers * layers[0].numel(), *(x.numel() for x in others)])
+        places += [*among.view(num_tokens, num_layers, -1).unbind(1), *apart]
+        sources += [*(layer.view(num_tokens, -1) for layer in layers), *others]
+    return places, sources
 
 
 def _real(padded: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
@@ -267,7 +287,15 @@ def _real(padded: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
 
 def _finite_rows(parts: Sequence[Tensor], lengths_B: Tensor) -> Tensor:
     """For each row whether all states of its real tokens are finite; padding may hold anything."""
-    peaks_BT = [torch.linalg.vector_norm(part.flatten(2), ord=float("inf"), dim=2) for part in parts]
-    finite_BT = torch.stack([peak.isfinite() for peak in peaks_BT]).all(dim=0)
+    finite_BT = torch.stack([_finite_tokens(part.flatten(2)) for part in parts]).all(dim=0)
     is_padding_BT = torch.arange(finite_BT.shape[1], device=lengths_B.device) >= lengths_B[:, None]
     return (finite_BT | is_padding_BT).all(dim=1)
+
+
+def _finite_tokens(part_BTW: Tensor) -> Tensor:
+    """[B, T] whether all of a token's values are finite."""
+    if not part_BTW.is_cuda:  # a tenth of the time, and what isn't finite has no finite sum
+        sums_BT = part_BTW.sum(dim=2)
+        if sums_BT.isfinite().all():
+            return torch.isfinite(sums_BT)
+    return torch.isfinite(torch.linalg.vector_norm(part_BTW, ord=float("inf"), dim=2))

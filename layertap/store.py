@@ -6,7 +6,7 @@ obstore does the work without holding the GIL; its errors become layertap's here
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     import boto3
     from obstore.store import RetryConfig
 
-__all__ = ["Buffer", "ObjectInfo", "S3Settings", "Store", "checksum", "crc64nvme"]
+__all__ = [
+    "Buffer",
+    "ObjectInfo",
+    "S3Settings",
+    "Store",
+    "checksum",
+    "checksum_text",
+    "crc64nvme",
+    "crc64nvme_of_all",
+]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -83,9 +92,28 @@ def crc64nvme(data: Buffer, previous: int = 0) -> int:
     return found
 
 
+def crc64nvme_of_all(parts: Iterable[tuple[int, int]]) -> int:
+    """The CRC64NVME of bytes of which the parts' are known; nothing is read again.
+
+    Args:
+        parts: CRC64NVME and number of bytes of each, in order; together all of the bytes.
+    """
+    from awscrt import checksums
+
+    whole = 0
+    for crc, nbytes in parts:
+        whole = checksums.combine_crc64nvme(whole, crc, nbytes)
+    return whole
+
+
 def checksum(data: Buffer) -> str:
     """The CRC64NVME of `data` as `crc64nvme:<16 hex digits>`."""
-    return f"crc64nvme:{crc64nvme(data):016x}"
+    return checksum_text(crc64nvme(data))
+
+
+def checksum_text(crc: int) -> str:
+    """A CRC64NVME as records hold it: `crc64nvme:<16 hex digits>`."""
+    return f"crc64nvme:{crc:016x}"
 
 
 class Store:

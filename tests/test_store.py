@@ -20,6 +20,8 @@ import boto3
 import numpy as np
 import pytest
 from botocore.exceptions import ClientError
+from hypothesis import given
+from hypothesis import strategies as st
 from obstore import exceptions as obstore_errors
 
 from layertap.errors import (
@@ -31,7 +33,7 @@ from layertap.errors import (
 )
 from layertap.object_server import ObjectServer
 from layertap.s3 import Bucket, S3Settings
-from layertap.store import BRIEF, PART_BYTES, PATIENT, Store, checksum
+from layertap.store import BRIEF, PART_BYTES, PATIENT, Store, checksum, crc64nvme, crc64nvme_of_all
 from layertap.store_errors import mapped
 from tests.processes import in_fresh_process
 
@@ -496,3 +498,8 @@ def _read_in_a_fork(store: Store) -> None:
 def test_checksums_are_those_of_s3() -> None:
     assert checksum(b"123456789") == "crc64nvme:ae8b14860a799888"
     assert checksum(memoryview(bytearray(b"123456789"))) == "crc64nvme:ae8b14860a799888"
+
+
+@given(st.lists(st.binary(max_size=300), max_size=8))
+def test_the_checksum_of_a_whole_follows_from_those_of_its_parts(parts: list[bytes]) -> None:
+    assert crc64nvme_of_all((crc64nvme(part), len(part)) for part in parts) == crc64nvme(b"".join(parts))
