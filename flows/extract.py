@@ -14,6 +14,7 @@ from flows.parameters import Extraction
 from layertap.coordinator import Run, Watch
 from layertap.report import Report
 from tasks.artifacts import ProgressBoard, server_may_be_away, show_outcome, show_plan
+from tasks.speed import SpeedBoard
 from tasks.storage import open_store
 
 POLL_S = 3.0
@@ -87,14 +88,16 @@ def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
         "compiled": extraction.advanced.compiled,
         "strict_kernels": extraction.advanced.strict_kernels,
     }
-    board = ProgressBoard()
+    board, speed = ProgressBoard(), SpeedBoard(run.catalog.store, watch.plan.plan_id)
     with Lanes(extraction.num_lanes, lane_parameters, extraction.tags) as lanes:
         try:
             while not (progress := watch.poll()).finished:
                 board.show(progress)
+                speed.show()
                 lanes.tend(progress)
                 time.sleep(POLL_S)
             board.show(progress, last=True)
         except BaseException:
             run.stop()
             raise
+    speed.show(last=True)  # lanes tell their last when they end

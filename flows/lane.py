@@ -4,12 +4,15 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
+from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from layertap.catalog import Claim
 from layertap.errors import StoppedError
 from layertap.lane import IN_FLIGHT, Lane, LaneReport, work_through
 from tasks.shards import submit_shard
+from tasks.speed import LaneBoard
 from tasks.storage import open_store
 
 
@@ -57,12 +60,19 @@ def extraction_lane(
     )
     if lane is None:
         return Completed(message="no shard was left to extract")
+    board = LaneBoard()
+
+    def submit(claim: Claim) -> PrefectFuture[Any]:
+        board.show(lane.record)
+        return submit_shard(lane, claim, storage=storage, root=root)
+
     try:
         with lane:
-            report = work_through(lane, lambda claim: submit_shard(lane, claim, storage=storage, root=root))
+            report = work_through(lane, submit)
     except StoppedError as error:
         return Cancelled(message=str(error))
-    get_run_logger().info("seconds by what they went to: %s", _seconds(report))
+    board.show(lane.record)
+    get_run_logger().info("%s; seconds by what they went to: %s", lane.record.bottleneck, _seconds(report))
     return Completed(message=_summary(report))
 
 

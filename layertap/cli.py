@@ -285,6 +285,7 @@ def status(root: str, plan_id: str | None) -> None:
     click.echo(f"layers {', '.join(map(str, spec.layer_ids))} of {spec.target_identity}, {spec.dtype}")
     if plan_id:
         _show_shards(catalog, plan_id)
+        _show_lanes(catalog, plan_id)
     else:
         _show_plans(catalog)
         _show_versions(catalog)
@@ -351,6 +352,17 @@ def _show_plans(catalog: "Catalog") -> None:
         shards = ", ".join(f"{count:,} {state}" for state, count in sorted(seen.shards_by_state.items()))
         table.add_row(plan_id, f"{seen.num_rows:,}", f"{seen.num_tokens:,}", f"{seen.percent:.1f}%", shards)
     Console(highlight=False).print(table)
+
+
+def _show_lanes(catalog: "Catalog", plan_id: str) -> None:
+    from layertap.lane_record import lane_records
+
+    table = _table("lane", "tokens", "tokens/s", "what holds it up, and its GPU")
+    for record in lane_records(catalog.store, plan_id):
+        told = f"{record.bottleneck}; {record.gpu_in_words}"
+        table.add_row(record.lane, f"{record.num_tokens:,}", f"{record.tokens_per_s:,.0f}", told)
+    if table.rows:
+        Console(highlight=False).print(table)
 
 
 def _show_versions(catalog: "Catalog") -> None:

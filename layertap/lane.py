@@ -31,6 +31,7 @@ from layertap.extract import Extractor, ShardResult
 from layertap.gpu_caches import one_compiles
 from layertap.host import device_name, find_device, host_name, own_device
 from layertap.kernels import is_context_fatal
+from layertap.lane_record import LaneLog, LaneRecord
 from layertap.progress import Clock
 from layertap.shard_state import ShardState
 from layertap.store import Store
@@ -105,6 +106,7 @@ class Lane:
 
         self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
         self._held: dict[int, _Held] = {}
+        self._num_tokens_let_go = 0
         self._failed_here: set[int] = set()
         self._failures_in_a_row = 0
         self._ending = threading.Event()
@@ -175,6 +177,16 @@ class Lane:
         self.extractor = Extractor(
             self.target, self.catalog.store, max_batch_bytes=self.plan.max_batch_bytes, clock=self.clock
         )
+        self._lane_log = LaneLog(
+            self.catalog.store,
+            self.plan.plan_id,
+            lane=self.name,
+            run=self.run,
+            device=self.device,
+            clock=self.clock,
+        )
+        self._note()
+        self._exits.callback(self._note_last)
         self._exits.callback(self.extractor.close)
         beats = threading.Thread(target=self._beat_until_closed, name="beats", daemon=True)
         beats.start()
@@ -287,7 +299,12 @@ class Lane:
     def let_go(self, claim: Claim) -> Outcome | None:
         """Stop beating the claim, whose shard has an outcome; returns it if it is this lane's."""
         self._failures_in_a_row = 0
-        return self._held.pop(claim.shard).outcome
+        return self._pop(claim).outcome
+
+    def _pop(self, claim: Claim) -> _Held:
+        held = self._held.pop(claim.shard)
+        self._num_tokens_let_go += held.num_tokens
+        return held
 
     def fail(self, claim: Claim, error: BaseException) -> None:
         """Record why the shard failed and let go of it; after two failures in a row, doubt the target.
@@ -295,7 +312,7 @@ class Lane:
         Raises:
             SelfCheckError: the target no longer computes what it should.
         """
-        del self._held[claim.shard]
+        self._pop(claim)
         self._failed_here.add(claim.shard)
         failure = {
             "lane": self.name,
@@ -335,6 +352,16 @@ class Lane:
         for held in list(self._held.values()):
             progress = {"counter": counter, "num_tokens": held.num_tokens, "num_rows": held.num_rows}
             self.catalog.beat(held.claim, {**progress, "lane": self.name, "beat_at": now()})
+        self._note()
+
+    def _note(self) -> None:
+        """Tell in the store how the lane does."""
+        num_tokens = sum(held.num_tokens for held in list(self._held.values()))
+        self.record: LaneRecord = self._lane_log.note(self._num_tokens_let_go + num_tokens)
+
+    def _note_last(self) -> None:
+        with contextlib.suppress(LayertapError):  # the last beat told nearly as much
+            self._note()
 
     def end(self) -> None:
         """Have shards in flight stop at their next batch."""

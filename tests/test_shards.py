@@ -1,19 +1,26 @@
 """The shard task under a real Prefect engine, with a lane whose faults are injected."""
 
+import base64
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from prefect import flow, runtime
+from prefect.client.orchestration import get_client
 from prefect.filesystems import LocalFileSystem
 from prefect.testing.utilities import prefect_test_harness
 
 from layertap.catalog import Claim, Outcome
 from layertap.errors import ClaimLostError, StoreError
 from layertap.lane import Lane
+from layertap.lane_record import LaneLog
+from layertap.progress import Clock
+from layertap.store import Store
 from tasks.shards import extract_shard, submit_shard
+from tasks.speed import LANE, SPEED, LaneBoard, SpeedBoard
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,3 +126,25 @@ def test_the_next_claim_of_a_shard_is_not_served_from_the_cache(storage: str) ->
     for number in (3, 4):
         run(lane, storage, number=number)
     assert lane.num_calls == 2
+
+
+def test_the_speed_of_lanes_is_drawn_shown_and_updated_in_place(tmp_path: Path) -> None:
+    store = Store.folder(tmp_path)
+    log = LaneLog(store, "plan", lane="lane-0", run="run", device=torch.device("cpu"), clock=Clock())
+
+    @flow
+    def show() -> None:
+        lane, speed = LaneBoard(), SpeedBoard(store, "plan")
+        for num_tokens in (100, 200):
+            lane.show(log.note(num_tokens))
+            speed.show(last=True)
+
+    show()
+    with get_client(sync_client=True) as client:
+        shown = {str(a.key): a for a in client.read_artifacts(limit=200) if a.key in (LANE, SPEED)}
+        assert len([a for a in client.read_artifacts(limit=200) if a.key in (LANE, SPEED)]) == 2
+    assert shown[LANE].type == "markdown" and "200 tokens" in str(shown[LANE].data)
+    assert shown[SPEED].type == "image" and "lane-0 is" in str(shown[SPEED].description)
+    head, _, data = str(shown[SPEED].data).partition(",")
+    assert head == "data:image/png;base64"
+    assert base64.b64decode(data) == store.get("plans/plan/speed.png")

@@ -1,0 +1,152 @@
+"""What a lane tells of itself while it works: where its seconds go, how fast it is, how busy its GPU.
+
+It lies in the store as `plans/<plan>/lanes/<lane>.json`, overwritten by the lane at each beat and once more
+at its end. For people and plots; nothing is decided by it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Self
+
+import psutil
+import torch
+
+from layertap.gpu_meter import GpuMeter
+from layertap.host import device_name, host_name
+from layertap.progress import Clock, bottleneck, format_bytes
+from layertap.records import known_fields, read_record, to_json
+from layertap.store import Store
+
+MAX_SAMPLES = 400
+"""Samples a record holds; beyond them every other one goes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneRecord:
+    """One lane as it last told."""
+
+    lane: str
+    run: str
+    host: str
+    device: str
+    opened_at: str
+    updated_at: str
+
+    seconds: dict[str, float]
+    """All its seconds, by what they went to."""
+
+    num_tokens: int
+    """Tokens extracted, committed or not."""
+
+    samples: list[list[float]]
+    """Seconds since the lane opened, tokens by then, bytes of resident memory; about 10 s apart at first."""
+
+    gpu: dict[str, Any]
+    """What `GpuMeter.summary` says."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the lane opened."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second over the lane's whole life, its start included."""
+        return self.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """The largest resident memory sampled."""
+        return int(max((sample[2] for sample in self.samples), default=0))
+
+    @property
+    def bottleneck(self) -> str:
+        """What holds the lane up, as a sentence."""
+        return bottleneck(self.seconds, device="CPU" if self.device.startswith("CPU") else "GPU")
+
+    @property
+    def gpu_in_words(self) -> str:
+        """The GPU's load and memory, or why they aren't known."""
+        if "utilisation_percent" not in self.gpu:
+            return str(self.gpu["note"])
+        used, total = (format_bytes(self.gpu[name]) for name in ("peak_memory_bytes", "memory_bytes"))
+        return f"GPU {self.gpu['utilisation_percent']:.0f} % busy, {used} of {total} used at most"
+
+    def markdown(self) -> str:
+        """The record for a person."""
+        lines = [
+            f"**{self.bottleneck[0].upper()}{self.bottleneck[1:]}.**",
+            "",
+            f"{self.num_tokens:,} tokens, {self.tokens_per_s:,.0f} a second from opening to now; "
+            f"{self.gpu_in_words}; at most {format_bytes(self.peak_resident_bytes)} of this host's memory.",
+            "",
+            "| seconds | spent on |",
+            "| ---: | --- |",
+        ]
+        return "\n".join([*lines, *(f"| {spent_s:,.1f} | {on} |" for on, spent_s in self.seconds.items())])
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict`; fields of newer minor formats are ignored."""
+        return cls(**known_fields(cls, values))
+
+
+class LaneLog:
+    """Keeps a lane's record in the store. One thread at a time may note."""
+
+    def __init__(
+        self, store: Store, plan_id: str, *, lane: str, run: str, device: torch.device, clock: Clock
+    ) -> None:
+        self._store, self._path = store, _path(plan_id, lane)
+        self._clock = clock
+        self._meter = GpuMeter(device)
+        self._process = psutil.Process()
+        self._samples: list[list[float]] = []
+        self._every = 1
+        self._num_notes = 0
+        self._who = {"lane": lane, "run": run, "host": host_name(), "device": device_name(device)}
+        self._opened_at = _now()
+
+    def note(self, num_tokens: int) -> LaneRecord:
+        """Sample the device and this process, and write the record.
+
+        Raises:
+            StoreError: it can't be written.
+        """
+        self._meter.sample()
+        seconds = self._clock.seconds
+        if self._num_notes % self._every == 0:
+            rss = self._process.memory_info().rss
+            self._samples.append([sum(seconds.values()), num_tokens, rss])
+        self._num_notes += 1
+        if len(self._samples) > MAX_SAMPLES:
+            self._samples, self._every = self._samples[::2], 2 * self._every
+        record = LaneRecord(
+            **self._who,
+            opened_at=self._opened_at,
+            updated_at=_now(),
+            seconds=seconds,
+            num_tokens=num_tokens,
+            samples=list(self._samples),
+            gpu=self._meter.summary(),
+        )
+        self._store.put(self._path, to_json(asdict(record)))
+        return record
+
+
+def lane_records(store: Store, plan_id: str) -> list[LaneRecord]:
+    """The records of all lanes that worked on a plan, in the order in which they opened."""
+    found = []
+    for info in store.list(f"plans/{plan_id}/lanes"):
+        if info.path.endswith(".json"):
+            found.append(read_record(info.path, store.get(info.path), LaneRecord.from_dict))
+    return sorted(found, key=lambda record: (record.opened_at, record.lane))
+
+
+def _path(plan_id: str, lane: str) -> str:
+    return f"plans/{plan_id}/lanes/{lane}.json"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,82 @@
+"""How fast lanes are and what holds them up, in Prefect's UI: a lane's own artifact, and the run's picture.
+
+An image artifact holds an address. The picture's is a `data:` URI of its bytes: an address in the store would
+need a store that browsers reach, and would expire.
+"""
+
+import base64
+import logging
+import time
+from typing import cast
+from uuid import UUID
+
+from prefect.artifacts import create_image_artifact, create_markdown_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
+
+from layertap.errors import StoreError
+from layertap.lane_record import LaneRecord, lane_records
+from layertap.plot import speed_path, speed_png
+from layertap.store import Store
+from tasks.artifacts import server_may_be_away
+
+LANE, SPEED = "layertap-lane", "layertap-speed"
+"""Keys of the artifacts."""
+
+DRAW_EVERY_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class LaneBoard:
+    """A lane's artifact, updated in place."""
+
+    def __init__(self) -> None:
+        self._artifact: UUID | None = None
+
+    def show(self, record: LaneRecord) -> None:
+        """Show what the lane last told of itself."""
+        with server_may_be_away():
+            if self._artifact is None:
+                made = create_markdown_artifact(record.markdown(), LANE, record.bottleneck)
+                self._artifact = cast(UUID, made)
+            else:
+                _update(self._artifact, record.markdown(), record.bottleneck)
+
+
+class SpeedBoard:
+    """The run's picture, drawn once a minute, kept in the root and shown."""
+
+    def __init__(self, store: Store, plan_id: str) -> None:
+        self._store, self._plan_id = store, plan_id
+        self._artifact: UUID | None = None
+        self._due = time.monotonic() + DRAW_EVERY_S
+
+    def show(self, *, last: bool = False) -> None:
+        """Draw the picture if it is time; a store or a server that is away puts it off."""
+        if not last and time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + DRAW_EVERY_S
+        try:
+            records = lane_records(self._store, self._plan_id)
+            if not records:
+                return
+            picture = speed_png(records)
+            self._store.put(speed_path(self._plan_id), picture)
+        except StoreError as error:
+            log.warning("the picture of the run's speed is put off: %s", error)
+            return
+        self._show(picture, "; ".join(f"{record.lane} is {record.bottleneck}" for record in records[-3:]))
+
+    def _show(self, picture: bytes, description: str) -> None:
+        uri = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+        with server_may_be_away():
+            if self._artifact is None:
+                self._artifact = cast(UUID, create_image_artifact(uri, SPEED, description))
+            else:
+                _update(self._artifact, uri, description)
+
+
+def _update(artifact: UUID, data: str, description: str) -> None:
+    with get_client(sync_client=True) as client:
+        client.update_artifact(artifact, ArtifactUpdate(data=data, description=description))
