@@ -23,7 +23,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test system contracts check fix example bench clean help
+.PHONY: demo test system debian contracts check fix example bench clean help
 
 help:  ## say what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -31,12 +31,15 @@ help:  ## say what can be made
 demo: $(READY)  ## extract a small real dataset through the whole stack, check it and show where it is
 	$(BIN)/python demo/demo.py --lanes $(LANES) --port $(PORT) --s3-port $(S3_PORT)
 
-test: $(READY) $(OLDEST)/.ready  ## all tests, and those of the engine again on the oldest transformers
-	$(BIN)/python -m pytest
+test: $(READY) $(OLDEST)/.ready  ## the tests, and those of the engine again on the oldest transformers
+	$(BIN)/python -m pytest -m "not debian"
 	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest tests/test_target.py tests/test_extract.py
 
 system: $(READY)  ## only the tests with a real server, store and workers
 	$(BIN)/python -m pytest -m system
+
+debian: $(READY)  ## of these, those that need Debian's postgresql and chromium
+	$(BIN)/python -m pytest -m debian
 
 contracts: $(TRAINERS:%=$(CONTRACTS)/%/.ready)  ## trainers' own readers and losses, in their released packages, on our roots and files
 	rm -rf $(CONTRACTS)/roots
@@ -80,8 +83,8 @@ $(READY): constraints.txt demo/requirements.txt pyproject.toml
 	    if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables
-	$(BIN)/python -m pip install -q --no-deps --no-compile --require-hashes -r demo/requirements.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[demo,dev]'
+	$(BIN)/python -m pip install -q --no-deps --no-compile --require-hashes -r demo/requirements.txt
 	@touch $@
 
 # What a trainer needs of other versions than ours lies in a folder of its own, in front of our environment.

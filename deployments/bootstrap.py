@@ -1,9 +1,11 @@
-"""What the deployments need on a Prefect server, made idempotently: work pools and storage blocks.
+"""What a Prefect server needs, made idempotently: work pools, deployments, automations, storage blocks.
 
-`python -m deployments.bootstrap` makes the pools on the server that Prefect's settings name.
+`python -m deployments.bootstrap` makes all but the blocks on the server that Prefect's settings name.
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,20 @@ def make_pools() -> None:
                 client.create_work_pool(pool)
             except ObjectAlreadyExists:
                 continue
+
+
+def deploy(environment: Mapping[str, str]) -> None:
+    """Make the deployments of prefect.yaml, or bring them up to date.
+
+    Raises:
+        InputError: they can't be made; with what Prefect says.
+    """
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    done = subprocess.run(
+        [*command, "--prefect-file", str(PREFECT_FILE)], env=dict(environment), capture_output=True, text=True
+    )
+    if done.returncode:
+        raise InputError(f"the deployments of {PREFECT_FILE} can't be made:\n{done.stdout}{done.stderr}")
 
 
 def has_worker(pool: str) -> bool:
@@ -100,10 +116,14 @@ def save_s3_block(
 
 
 def main() -> None:
-    """Make the pools; blocks are made in the UI or with `save_s3_block`."""
+    """Make pools, deployments and automations; blocks are made in the UI or with `save_s3_block`."""
     require_server()
     make_pools()
-    print(f"work pools {' and '.join(POOLS)} are there")
+    print(f"work pools: {', '.join(POOLS)}")
+    deploy(os.environ)
+    from deployments.automations import make_automations
+
+    print(f"deployments of {PREFECT_FILE.name} are there; automations: {', '.join(make_automations())}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ lanes_option = click.option(
 @lanes_option
 @click.option("--port", default=4200, show_default=True, help="Port of Prefect's API and UI.")
 @click.option("--s3-port", default=8333, show_default=True, help="First of the object server's five ports.")
-def up(state: Path, lanes: int | None, port: int, s3_port: int) -> None:
+@click.option(
+    "--database", default="", metavar="URL", help="Prefect's: postgresql+asyncpg://… [default: SQLite]"
+)
+def up(state: Path, lanes: int | None, port: int, s3_port: int, database: str) -> None:
     """Start Prefect, an object store and workers on this machine.
 
     Everything listens on loopback and keeps its data in the folder of --state. Called again, it starts what
@@ -36,8 +39,8 @@ def up(state: Path, lanes: int | None, port: int, s3_port: int) -> None:
     """
     from deployments import stack
 
-    started = stack.Stack(state=state.resolve(), port=port, s3_port=s3_port)
-    stack.up(started, num_lanes=lanes)
+    started = stack.Stack(state=state.resolve(), port=port, s3_port=s3_port, database=database)
+    stack.up(started, num_lanes=lanes, say=lambda what: click.echo(f"starting {what} …"))
     click.echo(f"Prefect's UI   {started.ui_url}/v2/")
     click.echo(f"storage block  {stack.STORAGE}")
     click.echo(f"logs           {started.state / 'logs'}")

@@ -44,27 +44,37 @@ def run_extraction(form: Mapping[str, Any]) -> None:
         NoServerError: the server doesn't answer.
         RunFailedError: the run didn't complete; with its message.
     """
-    started = _start(Extraction.of(form))
+    follow_deployment(DEPLOYMENT, {"extraction": Extraction.of(form).model_dump()})
+
+
+def follow_deployment(deployment: str, parameters: dict[str, Any]) -> None:
+    """Start a run of a deployment, show its progress, and print what came of it.
+
+    Raises:
+        InputError: a parameter is out of its range, or there is no server with the deployment.
+        NoServerError: the server doesn't answer.
+        RunFailedError: the run didn't complete; with its message.
+    """
+    started = _start(deployment, parameters)
     click.echo(f"{started.name}: {_url(started)}")
     try:
         with get_client(sync_client=True) as client:
             state = _follow(client, started.id)
     except KeyboardInterrupt:
-        click.echo("the run goes on; it can be cancelled in Prefect's UI")
+        click.echo(f"the run goes on; `layertap cancel {started.id}` ends it")
         raise
     if not state.is_completed():
-        raise RunFailedError(f"the run ended {state.name}: {state.message}")
+        told = (state.message or "").removeprefix("Flow run encountered an exception: ")
+        raise RunFailedError(f"the run ended {state.name}: {told}")
     click.echo(state.message)
 
 
-def _start(extraction: Extraction) -> FlowRun:
+def _start(deployment: str, parameters: dict[str, Any]) -> FlowRun:
     try:
-        parameters = {"extraction": extraction.model_dump()}
-        return cast(FlowRun, run_deployment(DEPLOYMENT, parameters=parameters, timeout=0))
+        return cast(FlowRun, run_deployment(deployment, parameters=parameters, timeout=0))
     except ObjectNotFound as error:
         raise InputError(
-            f"the server has no deployment {DEPLOYMENT}: deploy with "
-            "`prefect deploy --all --prefect-file deployments/prefect.yaml`"
+            f"the server has no deployment {deployment}: make it with `python -m deployments.bootstrap`"
         ) from error
     except httpx.TransportError as error:
         raise NoServerError(

@@ -1,26 +1,26 @@
-"""The embedded stack of `layertap up`: Prefect on SQLite, an S3 server, workers and deployments, on loopback.
+"""The embedded stack of `layertap up`: Prefect, an S3 server, workers and deployments, on loopback.
 
 All it keeps (database, objects, logs, pids) lies in one folder; the user's own Prefect home is untouched.
 """
 
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
+from deployments.automations import make_automations
 from deployments.bootstrap import (
     CONTROL_POOL,
     LANE_POOL,
-    PREFECT_FILE,
+    deploy,
     has_worker,
     make_pools,
     save_s3_block,
 )
-from deployments.daemons import Daemon, DaemonError, answers, check_port_free
+from deployments.daemons import Daemon, answers, check_port_free
 from deployments.workers import lane_workers
 from layertap.errors import InputError
 from layertap.object_server import ObjectServer, ServerPorts
@@ -45,6 +45,9 @@ class Stack:
 
     s3_port: int = 8333
     """First of the object server's five ports."""
+
+    database: str = ""
+    """SQLAlchemy's address of Prefect's database; SQLite in the state folder by default."""
 
     @classmethod
     def load(cls, state: Path) -> "Stack | None":
@@ -81,7 +84,8 @@ class Stack:
             "PREFECT_HOME": str(home),
             "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
             "PREFECT_API_URL": self.api_url,
-            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database
+            or f"sqlite+aiosqlite:///{home / 'prefect.db'}",
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
@@ -96,8 +100,13 @@ class Stack:
         os.environ.update(environment)
 
 
-def up(stack: Stack, *, num_lanes: int | None = None) -> None:
+def up(stack: Stack, *, num_lanes: int | None = None, say: Callable[[str], None]) -> None:
     """Start what doesn't run yet of the stack, and deploy to it.
+
+    Args:
+        stack: what to start.
+        num_lanes: workers for lanes; by default one for each GPU.
+        say: told what comes next, for it takes a minute.
 
     Raises:
         InputError: a port is taken.
@@ -107,14 +116,20 @@ def up(stack: Stack, *, num_lanes: int | None = None) -> None:
     lane_workers(num_lanes)
     runs_already = _runs_already(stack)
     stack.state.mkdir(parents=True, exist_ok=True, mode=0o700)  # the database holds the blocks' secrets
-    (stack.state / "stack.json").write_text(json.dumps({"port": stack.port, "s3_port": stack.s3_port}))
+    kept = {"port": stack.port, "s3_port": stack.s3_port, "database": stack.database}
+    (stack.state / "stack.json").write_text(json.dumps(kept))
     try:
+        say("object store")
         objects = _start_objects(stack)
+        say("Prefect's server")
         _start_server(stack)
         stack.use()
+        say("work pools, deployments, automations")
         make_pools()
         _save_block(objects)
-        _deploy(stack.environment())
+        deploy(stack.environment())
+        make_automations()
+        say("workers")
         _start_workers(stack, num_lanes)
     except BaseException:
         if not runs_already:
@@ -143,6 +158,10 @@ def _start_objects(stack: Stack) -> ObjectServer:
         return running
     names = [field.name for field in fields(ServerPorts)]
     ports = ServerPorts(**{name: stack.s3_port + k for k, name in enumerate(names)})
+    try:
+        ports.check_free()
+    except InputError as error:
+        raise InputError(f"{error}; --s3-port moves all five") from error
     return ObjectServer.start(stack.objects, ports=ports)
 
 
@@ -168,15 +187,6 @@ def _start_server(stack: Stack) -> None:
         command = [sys.executable, "-m", "prefect", "server", "start"]
         server.start([*command, "--host", "127.0.0.1", "--port", str(stack.port)], stack.environment())
     server.wait_until(lambda: answers(f"{stack.api_url}/health"), START_S)
-
-
-def _deploy(environment: Mapping[str, str]) -> None:
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    done = subprocess.run(
-        [*command, "--prefect-file", str(PREFECT_FILE)], env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise DaemonError(f"the deployments of {PREFECT_FILE} can't be made:\n{done.stdout}{done.stderr}")
 
 
 def _start_workers(stack: Stack, num_lanes: int | None) -> None:

@@ -18,6 +18,7 @@ from uuid import UUID
 
 import psutil
 
+from deployments.automations import HEARTBEAT_S
 from deployments.bootstrap import CONTROL_POOL, LANE_POOL
 from layertap.errors import DeviceError
 
@@ -117,7 +118,11 @@ class Worker:
     def _start(self) -> None:
         command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process"]
         command += ["--pool", self.spec.pool, "--name", self.spec.name, "--limit", str(self.spec.limit)]
-        environment = {**os.environ, "PREFECT_LOGGING_EXTRA_LOGGERS": "layertap", **self.spec.environment}
+        settings = {
+            "PREFECT_LOGGING_EXTRA_LOGGERS": "layertap",
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": HEARTBEAT_S,
+        }
+        environment = {**os.environ, **settings, **self.spec.environment}
         # Its own session, so that a Ctrl-C in the terminal reaches the supervisor alone.
         self.process = psutil.Popen(command, env=environment, start_new_session=True)
 

@@ -2,20 +2,23 @@
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
 from flows.dispatch import Lanes
 from flows.parameters import Extraction
 from layertap.coordinator import Run, Watch
+from layertap.errors import StoppedError
+from layertap.failures import read_failures
 from layertap.report import Report
-from tasks.artifacts import ProgressBoard, server_may_be_away, show_outcome, show_plan
+from tasks.artifacts import ProgressBoard, server_may_be_away, show_failures, show_outcome, show_plan
 from tasks.speed import SpeedBoard
-from tasks.storage import open_store
+from tasks.storage import local_dataset, open_store
 
 POLL_S = 3.0
 """Seconds between two looks at the store."""
@@ -32,7 +35,10 @@ def extract_hidden_states(extraction: Extraction) -> State[Any]:
 
     What the root holds already is not computed again: start the same run again after any failure.
     """
-    return Completed(message=str(extract(extraction)))
+    try:
+        return Completed(message=str(extract(extraction)))
+    except StoppedError as error:
+        return Cancelled(message=str(error))
 
 
 def extract(extraction: Extraction, *, shards: Collection[int] = ()) -> Report:
@@ -51,7 +57,7 @@ def extract(extraction: Extraction, *, shards: Collection[int] = ()) -> Report:
     log.info("planning %s into %s", extraction.dataset, store.uri)
     run = Run.prepare(
         store,
-        extraction.settings(),
+        replace(extraction.settings(), dataset=local_dataset(extraction.storage, extraction.dataset)),
         request=extraction.model_dump(),
         started_by=str(runtime.flow_run.id),
         shards=shards,
@@ -65,8 +71,10 @@ def extract(extraction: Extraction, *, shards: Collection[int] = ()) -> Report:
         log.info("every row is stored already: nothing to compute")
     report = run.publish(watch)
     show_outcome(report)
+    if run.plan and report.failures:
+        show_failures(read_failures(run.catalog, plans=[run.plan.plan_id]), store.uri)
     log.info("%s", report)
-    report.check(extraction.advanced.max_refused_share)
+    report.check(extraction.advanced_parameters.max_refused_share)
     return report
 
 
@@ -85,8 +93,8 @@ def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
         "run": run.run_id,
         "target": extraction.target,
         "revision": run.preview.info.revision or "",  # a branch may move on while lanes start
-        "compiled": extraction.advanced.compiled,
-        "strict_kernels": extraction.advanced.strict_kernels,
+        "compiled": extraction.advanced_parameters.compiled,
+        "strict_kernels": extraction.advanced_parameters.strict_kernels,
     }
     board, speed = ProgressBoard(), SpeedBoard(run.catalog.store, watch.plan.plan_id)
     with Lanes(extraction.num_lanes, lane_parameters, extraction.tags) as lanes:
@@ -94,6 +102,7 @@ def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
             while not (progress := watch.poll()).finished:
                 board.show(progress)
                 speed.show()
+                run.check_stopped()
                 lanes.tend(progress)
                 time.sleep(POLL_S)
             board.show(progress, last=True)

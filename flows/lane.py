@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import flow, get_run_logger, runtime
 from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from layertap.catalog import Claim
+from layertap.catalog import Catalog, Claim
 from layertap.errors import StoppedError
+from layertap.failures import forget_failures
 from layertap.lane import IN_FLIGHT, Lane, LaneReport, work_through
 from tasks.shards import submit_shard
 from tasks.speed import LaneBoard
@@ -48,6 +49,9 @@ def extraction_lane(
         strict_kernels: Whether to refuse transformers' slow reference code, on a GPU.
     """
     store = open_store(storage, root)
+    if runtime.flow_run.run_count > 1:  # somebody pressed Retry
+        name = f"{name}-again-{runtime.flow_run.run_count}"
+        forget_failures(Catalog(store), plan_id)
     lane = Lane.open(
         store,
         plan_id,

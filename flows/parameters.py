@@ -17,6 +17,10 @@ BLOCK = r"^(s3-bucket|local-file-system)/[a-z0-9-]+$"
 ROOT = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$"
 
 
+EXAMPLES = {"root": "qwen3-8b/chats, a folder under the storage block", "storage": "s3-bucket/NAME"}
+"""What the values with a pattern look like."""
+
+
 class Advanced(BaseModel):
     """What most runs leave as it is."""
 
@@ -89,7 +93,8 @@ class Extraction(BaseModel):
     last_hidden_state: LastHiddenState = Field(
         default="pre_norm", description="The last layer's output before or after the final norm, or none."
     )
-    advanced: Advanced = Field(default=Advanced(), description="What most runs leave as it is.")
+    # The longest name: PostgreSQL orders what it stores by length, and so the form shows the group last.
+    advanced_parameters: Advanced = Field(default=Advanced(), description="What most runs leave as it is.")
 
     @model_validator(mode="after")
     def _names_layers_once(self) -> Self:
@@ -116,7 +121,7 @@ class Extraction(BaseModel):
         Raises:
             InputError: a name isn't one of the form's, or a value is out of its range.
         """
-        names = (cls.model_fields | Advanced.model_fields).keys() - {"advanced"}
+        names = (cls.model_fields | Advanced.model_fields).keys() - {"advanced_parameters"}
         if strangers := values.keys() - names:
             raise InputError(
                 f"the run form has no {' and no '.join(sorted(strangers))}; it has {', '.join(sorted(names))}"
@@ -124,7 +129,7 @@ class Extraction(BaseModel):
         advanced = {name: value for name, value in values.items() if name in Advanced.model_fields}
         plain = {name: value for name, value in values.items() if name not in advanced}
         try:
-            return cls.model_validate({**plain, "advanced": advanced})
+            return cls.model_validate({**plain, "advanced_parameters": advanced})
         except ValidationError as error:
             raise InputError("; ".join(map(_told, error.errors()))) from error
 
@@ -134,7 +139,7 @@ class Extraction(BaseModel):
         Raises:
             SpecError: the drafter names no layers.
         """
-        more = self.advanced
+        more = self.advanced_parameters
         return RunSettings(
             dataset=self.dataset,
             target=self.target,
@@ -155,12 +160,61 @@ class Extraction(BaseModel):
 
 def _told(error: Mapping[str, Any]) -> str:
     """A validation error as its field, the value, and what is wrong with it."""
-    field = ".".join(map(str, error["loc"])).removeprefix("advanced.")
+    field = ".".join(map(str, error["loc"])).removeprefix("advanced_parameters.")
+    if error["type"] == "string_pattern_mismatch":
+        return f"{field} {error['input']!r} is not like {EXAMPLES[field]}"
     return (
         f"{field} {error['input']!r}: {error['msg']}"
         if field
         else str(error["msg"]).removeprefix("Value error, ")
     )
+
+
+class Retry(BaseModel):
+    """A root whose last run is to be finished."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    root: str = Field(pattern=ROOT, description="Folder under the storage block.")
+    storage: str = Field(
+        default="s3-bucket/layertap", pattern=BLOCK, description="Storage block of the root."
+    )
+    shards: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[], description="Failed shards to try again; all of them if none is given."
+    )
+    num_lanes: int = Field(
+        default=0, ge=0, le=512, description="GPUs to use at most; 0 for as many as before."
+    )
+
+    @property
+    def run_name(self) -> str:
+        """What the run is called."""
+        return f"{self.root} again"
+
+
+class Reextraction(BaseModel):
+    """A root to be kept up with its dataset."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    root: str = Field(pattern=ROOT, description="Folder under the storage block; a run must have filled it.")
+    storage: str = Field(
+        default="s3-bucket/layertap", pattern=BLOCK, description="Storage block of the root."
+    )
+    dataset: str = Field(default="", description="Dataset to read from now on; empty for the last run's.")
+    num_lanes: int = Field(
+        default=0, ge=0, le=512, description="GPUs to use at most; 0 for as many as before."
+    )
+    still_s: int = Field(
+        default=60,
+        ge=0,
+        description="Seconds for which the dataset's files must not change before it is read.",
+    )
+
+    @property
+    def run_name(self) -> str:
+        """What the run is called."""
+        return f"{self.root} if changed"
 
 
 class Preparation(BaseModel):

@@ -1,7 +1,7 @@
 """The `layertap` command.
 
-Here are the commands that need no scheduler: `prepare`, `plan`, `status`, and from `layertap.upkeep` those
-that look after a root. Further ones are found through the entry points of the group `layertap.commands`;
+Here are the commands that need no scheduler; those that look after a root are in
+`layertap.upkeep`. Further ones are found through the entry points of the group `layertap.commands`;
 those of this project lie in `deployments/commands.py`.
 """
 
@@ -24,6 +24,7 @@ from layertap.spec import DTypeName, LastHiddenState
 if TYPE_CHECKING:
     from layertap.catalog import Catalog
     from layertap.coordinator import Preview
+    from layertap.plan import Plan
     from layertap.trainers.export import Export
 
 COMMANDS_GROUP = "layertap.commands"
@@ -83,10 +84,9 @@ class LayerIds(click.ParamType[tuple[int, ...]]):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
         """The option's text as a value."""
-        try:
-            return tuple(int(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of layer ids such as 1,16,31", param, ctx)
+        if not all(part.strip().isdecimal() for part in value.split(",")):
+            self.fail(f"{value!r} is not a list of layer ids such as 1,16,31; they count from 0", param, ctx)
+        return tuple(map(int, value.split(",")))
 
 
 class NameValue(click.ParamType[tuple[str, Any]]):
@@ -105,6 +105,13 @@ class NameValue(click.ParamType[tuple[str, Any]]):
             return name, json.loads(text)
         except json.JSONDecodeError:
             return name, text
+
+
+state_option = click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the embedded stack that holds the root, for its address and keys.",
+)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -223,8 +230,12 @@ def chosen_layers(layers: tuple[int, ...] | None, drafter: Path | None) -> tuple
     help="Rows of a batch times its longest row.",
 )
 @click.option("--shard-tokens", type=int, default=2_000_000, show_default=True, help="Tokens of a shard.")
+@click.option("--root", help="Leave out what this root holds already: a folder or s3://bucket/prefix.")
+@state_option
 def plan(
     dataset: Path,
+    root: str | None,
+    state: Path | None,
     layers: tuple[int, ...] | None,
     drafter: Path | None,
     input_ids_column: str,
@@ -251,12 +262,20 @@ def plan(
         max_refused_share=1.0,  # whoever looks at a plan wants to see all of it, the refused rows above all
         **options,
     )
-    _show_plan(Preview.make(settings))
+    preview = Preview.make(settings)
+    _show_plan(preview, preview.plan(_rows_missing_in(root, state, preview) if root else None))
 
 
-def _show_plan(preview: "Preview") -> None:
+def _rows_missing_in(root: str, state: Path | None, preview: "Preview") -> Any:
+    from layertap.catalog import Catalog
+    from layertap.object_server import open_root
+
+    return preview.missing_in(Catalog(open_root(root, state)))
+
+
+def _show_plan(preview: "Preview", made: "Plan") -> None:
     table = _table("", "")
-    for name, value in preview.table(preview.plan()):
+    for name, value in preview.table(made):
         table.add_row(name, value)
     Console(highlight=False).print(table)
     _show_refused(preview.scan.refused)
@@ -269,21 +288,70 @@ def _show_refused(refused: Mapping[int, str]) -> None:
         click.echo(f"… and {len(refused) - MAX_REASONS:,} more")
 
 
+@main.command("fetch-target")
+@click.argument("target", metavar="ID|FOLDER")
+@click.option("--revision", help="Hub revision of the target.")
+def fetch_target(target: str, revision: str | None) -> None:
+    """Bring a target from the hub onto this host, once, for all its lanes.
+
+    Only what lanes load is fetched. Called again it fetches what is missing; a folder is checked.
+    """
+    from layertap.target_info import fetch
+
+    info = fetch(target, revision=revision)
+    click.echo(f"{info.identity} is on this host: {info.num_hidden_layers} layers of {info.hidden_size}")
+
+
+@main.command()
+@click.argument("place", metavar="ROOT|FILE")
+@click.option("--version", "number", type=click.IntRange(min=1), help="Show this version.")
+@click.option("--plan", "plan_id", help="Show a shard of this plan.")
+@click.option("--shard", type=click.IntRange(min=0), default=0, show_default=True, help="Which one.")
+@state_option
+def inspect(place: str, number: int | None, plan_id: str | None, shard: int, state: Path | None) -> None:
+    """Show a batch file, a shard or a version.
+
+    FILE is a .safetensors file of a root; ROOT a folder or s3://bucket/prefix, with --version or --plan.
+    """
+    from layertap.catalog import Catalog
+    from layertap.inspection import inspect_batch, inspect_shard, inspect_version
+    from layertap.object_server import open_root
+
+    if place.endswith(".safetensors"):
+        folder, _, name = place.rpartition("/")
+        facts = inspect_batch(open_root(folder or ".", state), name)
+    elif number is not None:
+        facts = inspect_version(open_root(place, state), number)
+    elif plan_id is not None:
+        facts = inspect_shard(Catalog(open_root(place, state)), plan_id, shard)
+    else:
+        raise InputError(
+            "say what to show: a .safetensors file, or a root with --version or --plan and --shard"
+        )
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        click.echo(f"{name:<{width}}  {value}")
+
+
 @main.command()
 @click.argument("root")
 @click.option("--plan", "plan_id", help="Show one plan, shard by shard.")
-def status(root: str, plan_id: str | None) -> None:
+@state_option
+def status(root: str, plan_id: str | None, state: Path | None) -> None:
     """Show the plans and versions that ROOT holds.
 
     ROOT is a folder or s3://bucket/prefix, with AWS's usual environment (AWS_ENDPOINT_URL for other stores).
     """
     from layertap.catalog import Catalog
-    from layertap.store import Store
+    from layertap.object_server import open_root
 
-    catalog = Catalog(Store.open(root))
+    catalog = Catalog(open_root(root, state))
     spec = catalog.root().spec
     click.echo(f"layers {', '.join(map(str, spec.layer_ids))} of {spec.target_identity}, {spec.dtype}")
     if plan_id:
+        if plan_id not in catalog.plans():
+            there = ", ".join(catalog.plans()) or "none yet"
+            raise InputError(f"{root} has no plan {plan_id!r}; plans there: {there}")
         _show_shards(catalog, plan_id)
         _show_lanes(catalog, plan_id)
     else:

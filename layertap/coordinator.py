@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from layertap.catalog import HAS_ENDED, Catalog, PlanRecord, Root
 from layertap.dataset import BLOCK_TOKENS, Columns, Scan, TokenDataset
-from layertap.errors import DatasetError
+from layertap.errors import DatasetError, SpecMismatchError, StoppedError
 from layertap.lane import BEAT_S, now
 from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
 from layertap.progress import Rate, format_bytes, format_duration
-from layertap.report import MAX_TABLE_ROWS, Report, Work, check_refused
+from layertap.report import MAX_TABLE_ROWS, Report, Work, check_refused, put_missing_rows
 from layertap.resume import take_up
 from layertap.run_records import RunRecord, RunRecords
 from layertap.shard_state import ShardState, ShardStatus
@@ -111,6 +111,20 @@ class Preview:
             spec_fingerprint=self.spec.fingerprint,
             settings=self.settings.plan,
         )
+
+    def missing_in(self, catalog: Catalog) -> NDArray[np.int64]:
+        """The rows that a root doesn't hold yet.
+
+        Raises:
+            CatalogError: there is no root.
+            SpecMismatchError: the root belongs to another extraction.
+        """
+        if differences := catalog.root().spec.differences(self.spec):
+            raise SpecMismatchError(
+                f"{catalog.store.uri} belongs to another extraction ({'; '.join(differences)}): "
+                "give this one a root of its own"
+            )
+        return self.scan.unique(settled=catalog.settled().keys)
 
     def estimate(self, plan: Plan) -> Estimate:
         """What the plan will cost."""
@@ -394,6 +408,11 @@ class Run:
         if self.plan is not None:
             self.catalog.stop(self.plan.plan_id, self.run_id)
 
+    def check_stopped(self) -> None:
+        """Raise StoppedError when somebody told the run's lanes to end."""
+        if self.plan is not None and self.catalog.stopping(self.plan.plan_id, self.run_id):
+            raise StoppedError(f"run {self.run_id} was told to stop; what is committed stays")
+
     def publish(self, watch: Watch | None = None) -> Report:
         """Publish the version of the dataset that the store now holds; the same store gives the same version.
 
@@ -413,6 +432,7 @@ class Run:
             version=version,
             num_rows=preview.dataset.num_rows,
             missing=versions.missing(version),
+            missing_rows=put_missing_rows(self.catalog.store, version),
             failures=watch.failures() if watch else {},
             work=watch.work(bytes_per_token) if watch else Work(),
         )

@@ -32,6 +32,7 @@ from layertap.gpu_caches import one_compiles
 from layertap.host import device_name, find_device, host_name, own_device
 from layertap.kernels import is_context_fatal
 from layertap.lane_record import LaneLog, LaneRecord
+from layertap.log_tail import LogTail
 from layertap.progress import Clock
 from layertap.shard_state import ShardState
 from layertap.store import Store
@@ -70,6 +71,7 @@ class _Held:
     claim: Claim
     num_tokens: int = 0
     num_rows: int = 0
+    attempt: str = ""
     outcome: Outcome | None = None
 
 
@@ -158,6 +160,7 @@ class Lane:
 
     def _load(self, source: str, revision: str | None) -> None:
         root = self.catalog.root()
+        self._log_tail = self._exits.enter_context(LogTail())
         self.device = find_device()
         self._exits.enter_context(own_device(self.device))
         with self.clock.spent("loading"):
@@ -256,6 +259,7 @@ class Lane:
         held, attempt, started_at = self._held[claim.shard], uuid.uuid4().hex, now()
         if held.outcome is not None:
             return held.outcome
+        held.attempt = attempt
 
         def on_progress(num_rows: int, num_tokens: int) -> None:
             held.num_rows, held.num_tokens = num_rows, num_tokens
@@ -312,7 +316,7 @@ class Lane:
         Raises:
             SelfCheckError: the target no longer computes what it should.
         """
-        self._pop(claim)
+        held = self._pop(claim)
         self._failed_here.add(claim.shard)
         failure = {
             "lane": self.name,
@@ -320,6 +324,10 @@ class Lane:
             "device": device_name(self.device),
             "error": f"{type(error).__name__}: {error}",
             "traceback": "".join(traceback.format_exception(error)),
+            "log": self._log_tail.text,
+            "claim": claim.number,
+            "attempt": held.attempt,
+            "num_rows": held.num_rows,
             "failed_at": now(),
         }
         self.catalog.fail(claim, failure)

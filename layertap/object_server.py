@@ -27,6 +27,8 @@ from layertap.s3 import S3Settings
 if TYPE_CHECKING:
     import boto3
 
+    from layertap.store import Store
+
 GRPC = 10_000
 """Every port is used twice: as it is, and this much higher."""
 
@@ -270,3 +272,20 @@ def _wait_for(condition: Any, timeout_s: float) -> None:
 
 def _tail(path: Path) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+
+
+def open_root(uri: str, state: Path | None) -> "Store":
+    """The root at `uri`; on S3 that of the embedded stack in `state`, or as boto3's environment says.
+
+    Raises:
+        InputError: no stack runs from `state`.
+    """
+    from layertap.store import Store
+
+    if state is None or not uri.startswith("s3://"):
+        return Store.open(uri)
+    server = ObjectServer.running(state / "objects")
+    if server is None:
+        raise InputError(f"no object server runs from {state}: start it with `layertap up --state {state}`")
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    return Store.s3(server.settings(bucket, prefix), server.session())

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BytesIO
+
+import pyarrow.parquet as pq
 
 from layertap.errors import TooManyRefusedError
 from layertap.progress import format_bytes, format_duration
-from layertap.versions import Version
+from layertap.store import Store
+from layertap.versions import Version, Versions
 
 MAX_TABLE_ROWS = 100
 """Rows of a table that a person looks at; the worst come first, the rest is counted."""
@@ -24,6 +28,18 @@ def check_refused(refused: Mapping[int, str], num_rows: int, max_share: float) -
         f"{len(refused):,} of {num_rows:,} rows are refused, above the allowed share of {max_share:.2%}. "
         f"Mend the dataset, or raise max_refused_share. The first of them:{first}"
     )
+
+
+def put_missing_rows(store: Store, version: Version) -> str:
+    """Write the rows that a version lacks as a Parquet file; returns its path, empty where it lacks none."""
+    rows = Versions(store).missing_rows(version)
+    if not len(rows):
+        return ""
+    sink = BytesIO()
+    pq.write_table(rows, sink)
+    path = f"reports/version-{version.number}-missing.parquet"
+    store.put(path, sink.getvalue())
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +76,9 @@ class Report:
     num_rows: int
     missing: dict[int, str]
     """Row of the dataset -> why it isn't stored."""
+
+    missing_rows: str
+    """Path of a Parquet file with their index, id, num_tokens and reason; empty where none is missing."""
 
     failures: dict[int, str]
     """Shard that failed for good -> its last error."""
@@ -114,7 +133,7 @@ class Report:
             lines += ["Press Retry, or start the same run again: only what is missing is computed."]
         if self.missing:
             lines += ["", *_table(("row", "why it is missing"), self.missing)]
-            lines += ["", f"{len(self.missing):,} rows are missing in all; the version names every one."]
+            lines += ["", f"All {len(self.missing):,}, with their ids: {self.uri}/{self.missing_rows}"]
         return "\n".join(lines)
 
 

@@ -29,6 +29,10 @@ _LAYER_NAMES = ("layers", "h", "blocks")
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
 
+FETCHED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+"""Files of a hub repository that a lane needs, or a root keeps: weights, configs, tokenizer, template."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetInfo:
     """What is known of a target from its config and files."""
@@ -168,6 +172,23 @@ def inspect_target(source: str, *, revision: str | None = None) -> TargetInfo:
         keep_gpu_kernels_out()
     config = load_config(found)
     return describe(meta_model(config, source), config, source=source, found=found)
+
+
+def fetch(source: str, *, revision: str | None = None) -> TargetInfo:
+    """Bring the files of a hub's target that lanes load onto this host; those of a folder are checked.
+
+    Raises:
+        TargetError: there is no such target, the hub can't be reached, or the disk is full.
+    """
+    if not Path(source).exists():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            snapshot_download(source, revision=revision, allow_patterns=FETCHED)
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            raise TargetError(f"target {source!r} can't be fetched: {error}") from error
+    return inspect_target(source, revision=revision)
 
 
 def describe(model: nn.Module, config: Any, *, source: str, found: Source) -> TargetInfo:

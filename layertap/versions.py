@@ -164,10 +164,14 @@ class Versions:
         data = get_checked(self.store, version.rows["path"], version.rows["checksum"])
         return pq.read_table(BytesIO(data), columns=columns, read_dictionary=["file"])
 
+    def missing_rows(self, version: Version) -> pa.Table:
+        """The lines of the rows that aren't stored: index, id, num_tokens, reason."""
+        table = self.rows(version, ["index", "id", "num_tokens", "reason"])
+        return table.filter(table["reason"].is_valid())
+
     def missing(self, version: Version) -> dict[int, str]:
         """Row of the dataset -> why it isn't stored."""
-        table = self.rows(version, ["index", "reason"])
-        missing = table.filter(table["reason"].is_valid())
+        missing = self.missing_rows(version)
         rows: list[Any] = missing["index"].to_pylist()
         reasons: list[Any] = missing["reason"].to_pylist()
         return dict(zip(rows, reasons, strict=True))

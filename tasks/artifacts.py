@@ -1,6 +1,7 @@
 """What a run shows in Prefect's UI: its plan, its progress, its shards, its outcome.
 
-There are four artifacts a run, and each is updated in place: a version an update would fill the database.
+There are a few artifacts a run, however many shards, and each is updated in place: a version an update would
+fill the database.
 """
 
 import json
@@ -8,6 +9,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, cast
 from uuid import UUID
 
@@ -24,16 +26,21 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import PrefectHTTPStatusError
 
 from layertap.coordinator import RunProgress
-from layertap.report import Report
+from layertap.failures import ShardFailure, markdown
+from layertap.report import MAX_TABLE_ROWS, Report
 
-PLAN, PROGRESS, SHARDS, OUTCOME = "layertap-plan", "layertap-progress", "layertap-shards", "layertap-outcome"
-"""Keys of a run's artifacts."""
+PLAN, PROGRESS, SHARDS = "layertap-plan", "layertap-progress", "layertap-shards"
+OUTCOME, REFUSED, FAILURES = "layertap-outcome", "layertap-refused", "layertap-failures"
+"""Keys of the artifacts."""
 
 VERIFICATION = "layertap-verification"
 
 PROGRESS_EVERY_S = 5.0
 SHARDS_EVERY_S = 30.0
 LINE_EVERY_S = 60.0
+
+MAX_FAILURES = 20
+"""Failures shown with their tracebacks."""
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +66,20 @@ def show_outcome(report: Report) -> None:
     """Show what came of the run, which is published already, whether or not the server answers."""
     with server_may_be_away():
         create_markdown_artifact(report.markdown(), key=OUTCOME, description="What this run has stored")
+        if report.missing:
+            rows = [{"row": k, "why": why} for k, why in islice(report.missing.items(), MAX_TABLE_ROWS)]
+            where = (
+                f"{len(report.missing):,} rows are missing; all of them: {report.uri}/{report.missing_rows}"
+            )
+            create_table_artifact(rows, key=REFUSED, description=where)
+
+
+def show_failures(failures: Sequence[ShardFailure], uri: str) -> None:
+    """Show why shards failed and how to try them again."""
+    if failures:
+        text = markdown(failures, uri, at_most=MAX_FAILURES)
+        with server_may_be_away():
+            create_markdown_artifact(text, key=FAILURES, description="Shards that failed, and how to retry")
 
 
 class ProgressBoard:

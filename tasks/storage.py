@@ -1,5 +1,6 @@
 """Roots in a Prefect storage block: `s3-bucket/NAME` or `local-file-system/NAME`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ from prefect.blocks.core import Block
 from prefect.filesystems import LocalFileSystem, WritableFileSystem
 from prefect_aws import AwsCredentials, S3Bucket
 
+from layertap.dataset_files import FileState, StoredDataset, default_cache, local_files
 from layertap.errors import InputError
 from layertap.store import S3Settings, Store
 
@@ -43,6 +45,34 @@ def open_store(reference: str, root: str) -> Store:
         return Store.s3(s3_settings(block, root), boto3_session(block.credentials))
     assert isinstance(block, LocalFileSystem)
     return Store.folder(Path(block.basepath or ".").expanduser() / root)
+
+
+def dataset_files(reference: str, dataset: str) -> tuple[FileState, ...]:
+    """State of a dataset's files, wherever it lies; changes when they do."""
+    stored = _stored_dataset(reference, dataset)
+    return stored.files() if stored else local_files(Path(dataset))
+
+
+def local_dataset(reference: str, dataset: str) -> str:
+    """The dataset's path on this host; from `s3://` it is staged, with the credentials of the storage block.
+
+    Raises:
+        DatasetError: there is none, or the disk is too small.
+    """
+    stored = _stored_dataset(reference, dataset)
+    return str(stored.stage(default_cache())) if stored else dataset
+
+
+def _stored_dataset(reference: str, dataset: str) -> StoredDataset | None:
+    if not dataset.startswith("s3://"):
+        return None
+    folder, _, name = dataset.rstrip("/").rpartition("/")
+    block = load_block(reference)
+    if not isinstance(block, S3Bucket):
+        return StoredDataset(Store.open(folder), name)
+    bucket, _, prefix = folder.removeprefix("s3://").partition("/")
+    settings = replace(s3_settings(block, ""), bucket=bucket, prefix=prefix)
+    return StoredDataset(Store.s3(settings, boto3_session(block.credentials)), name)
 
 
 def s3_settings(block: S3Bucket, root: str) -> S3Settings:

@@ -14,6 +14,7 @@ import layertap.cli
 from layertap.cli import main
 from layertap.coordinator import Run
 from layertap.errors import InputError, StoreError
+from layertap.object_server import ObjectServer
 from layertap.store import Store
 from tests.models import VOCAB_SIZE, saved, tiny_llama
 from tests.runs import run_lane, settings_for
@@ -56,7 +57,20 @@ def test_help_lists_every_command_and_imports_nothing_heavy():
         "print('heavy:', [m for m in ('prefect', 'torch', 'transformers') if m in sys.modules])\n"
     )
     shown = python(code).stdout
-    for command in ("prepare", "plan", "status", "verify", "void", "up", "down", "workers", "run"):
+    commands = (
+        "prepare",
+        "plan",
+        "status",
+        "inspect",
+        "verify",
+        "void",
+        "up",
+        "down",
+        "workers",
+        "run",
+        "failures",
+    )
+    for command in commands:
         assert f"\n  {command} " in shown
     assert "heavy: []" in shown
     assert "Not available" not in shown
@@ -144,6 +158,8 @@ def test_layers_are_given_in_one_way(target: str, tokens: Path, layers: list[str
 def test_bad_layers_are_named_with_the_valid_range(target: str, tokens: Path):
     text = invoke("plan", tokens, "--target", target, "--layers", "one")
     assert text.exit_code == 2 and "'one' is not a list of layer ids such as 1,16,31" in text.stderr
+    negative = invoke("plan", tokens, "--target", target, "--layers", "-1,2")
+    assert negative.exit_code == 2 and "they count from 0" in negative.stderr
     beyond = invoke("plan", tokens, "--target", target, "--layers", "1,4")
     assert beyond.exit_code == 2
     assert "layer ids [4] are out of range: this target has decoder layers 0 to 3" in beyond.stderr
@@ -188,3 +204,56 @@ def test_status_shows_plans_shards_and_versions(target: str, tokens: Path, tmp_p
     assert ["1", "6", "4", "16", "yes"] in [line[:5] for line in done]
     shards = invoke("status", tmp_path / "root", "--plan", run.plan.plan_id).stdout.splitlines()
     assert ["0", "committed", "1", "0", "3", "of", "3", "13", "of", "13"] in [s.split()[:10] for s in shards]
+
+
+def test_inspect_shows_a_batch_a_shard_and_a_version(target: str, tokens: Path, tmp_path: Path):
+    root = tmp_path / "root"
+    settings = settings_for(str(tokens), target, max_length=8, max_refused_share=0.5)
+    run = Run.prepare(Store.folder(root), settings)
+    assert run.plan is not None
+    run_lane(run.catalog.store, run.plan.plan_id, target)
+    run.publish()
+
+    version = values(invoke("inspect", root, "--version", 1).stdout)
+    assert version["missing"] == "2 rows" and "row 1" in version["row 1"]
+    shard = invoke("inspect", root, "--plan", run.plan.plan_id).stdout
+    assert "committed: claim-1, outcome" in shard and "lane-0" in shard
+    (batch,) = root.rglob("batch-00000.safetensors")
+    shown = invoke("inspect", batch).stdout
+    assert "whole" in shown and values(shown)["rows"] == "3" and "input_ids I32[8]" in shown
+    batch.write_bytes(batch.read_bytes()[:-5])
+    assert "DAMAGED" in invoke("inspect", batch).stdout
+    nothing = invoke("inspect", root)
+    assert nothing.exit_code == 2 and "say what to show" in nothing.stderr
+    unknown = invoke("status", root, "--plan", "abc")
+    assert unknown.exit_code == 2 and f"no plan 'abc'; plans there: {run.plan.plan_id}" in unknown.stderr
+
+
+def test_a_root_of_the_embedded_stack_is_reached_by_its_folder(
+    object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "objects").symlink_to(object_server.folder)
+    found = invoke("status", "s3://layertap-tests/nothing-here", "--state", tmp_path)
+    assert "s3://layertap-tests/nothing-here holds no extraction" in found.stderr
+    stopped = invoke("status", "s3://b/x", "--state", tmp_path / "other")
+    assert stopped.exit_code == 2 and "no object server runs from" in stopped.stderr
+
+
+def test_plan_leaves_out_what_a_root_holds(target: str, tokens: Path, tmp_path: Path):
+    settings = settings_for(str(tokens), target, layer_ids=(1,), max_length=8, max_refused_share=0.5)
+    run = Run.prepare(Store.folder(tmp_path / "root"), settings)
+    assert run.plan is not None
+    run_lane(run.catalog.store, run.plan.plan_id, target)
+    arguments = ["plan", tokens, "--target", target, "--max-length", "8", "--dtype", "float32"]
+    table = values(invoke(*arguments, "--layers", "1", "--root", tmp_path / "root").stdout)
+    assert table["rows to extract"] == "0"
+    other = invoke(*arguments, "--layers", "2", "--root", tmp_path / "root")
+    assert other.exit_code == 1 and "belongs to another extraction" in other.stderr
+
+
+def test_fetch_target_checks_a_folder_and_names_what_the_hub_refuses(target: str):
+    assert "is on this host: 4 layers of 64" in invoke("fetch-target", target).stdout
+    unknown = invoke("fetch-target", "no-such-org/no-such-model")
+    assert unknown.exit_code == 2 and "target 'no-such-org/no-such-model' can't be fetched" in unknown.stderr

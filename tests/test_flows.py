@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from deployments.bootstrap import PREFECT_FILE
 from flows.extract import extract_hidden_states
-from flows.parameters import Advanced, Extraction, Preparation, Verification
+from flows.parameters import Advanced, Extraction, Preparation, Reextraction, Retry, Verification
 from layertap.errors import InputError
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(PREFECT_FILE.read_text())["deployments"]
@@ -28,7 +28,18 @@ def test_every_deployment_loads(deployment: dict[str, Any]) -> None:
 
 def test_flows_have_the_promised_names() -> None:
     names = {deployment["entrypoint"].rsplit(".", 1)[-1] for deployment in DEPLOYMENTS}
-    assert names == {"extract_hidden_states", "extraction_lane", "prepare_dataset", "verify"}
+    assert names == {
+        "cancel_extraction",
+        "extract_hidden_states",
+        "extraction_lane",
+        "prepare_dataset",
+        "reextract_when_changed",
+        "retry_failed_shards",
+        "verify",
+    }
+    assert [d["name"].replace("-", "_") for d in DEPLOYMENTS] == [
+        d["entrypoint"].rsplit(".", 1)[-1] for d in DEPLOYMENTS
+    ]
 
 
 def test_lanes_go_to_the_gpu_pool_and_all_else_to_the_control_pool() -> None:
@@ -67,7 +78,11 @@ def test_a_bad_value_is_refused_by_its_name(field: str, value: Any) -> None:
 def test_the_form_itself_refuses_a_bad_value_before_a_run_starts(field: str, value: Any) -> None:
     """As Prefect's server and both UIs check it: against the deployment's JSON schema."""
     schema = parameter_schema(extract_hidden_states).model_dump_for_openapi()
-    form = {**FORM, "advanced": {field: value}} if (field, value) in BAD_ADVANCED else {**FORM, field: value}
+    form = (
+        {**FORM, "advanced_parameters": {field: value}}
+        if (field, value) in BAD_ADVANCED
+        else {**FORM, field: value}
+    )
     errors = str(build_error_obj(validate({"extraction": form}, schema)))
     assert field in errors or (field == "drafter" and "layer_ids" in errors)
     assert not validate({"extraction": FORM}, schema)
@@ -103,6 +118,11 @@ def test_the_form_becomes_the_settings_it_says() -> None:
 
 
 def test_forms_have_a_description_for_every_field() -> None:
-    for form in (Extraction, Advanced, Preparation, Verification):
+    for form in (Extraction, Advanced, Preparation, Retry, Reextraction, Verification):
         missing = [name for name, field in form.model_fields.items() if not field.description]
         assert not missing
+
+
+def test_a_root_that_is_no_folder_is_answered_with_an_example() -> None:
+    with pytest.raises(InputError, match="root '/absolute' is not like qwen3-8b/chats"):
+        Extraction.of({**FORM, "root": "/absolute"})

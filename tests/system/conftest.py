@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from deployments.stack import Stack
 from layertap.errors import InputError
 from layertap.object_server import ServerPorts
 from tests.models import saved, tiny_llama
+from tests.system.postgres import postgres
 from tests.system.stacks import RealStack, layertap
 
 
@@ -22,11 +24,22 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
     """A stack with two lanes."""
+    yield from _running(tmp_path_factory.mktemp("stack"))
+
+
+@pytest.fixture(scope="session")
+def postgres_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
+    """The same with Prefect's server on PostgreSQL."""
+    with postgres(_free_ports()[0]) as database:
+        yield from _running(tmp_path_factory.mktemp("postgres-stack"), database)
+
+
+def _running(state: Path, database: str = "") -> Iterator[RealStack]:
     port, s3_port = _free_ports()
-    stack = RealStack(Stack(state=tmp_path_factory.mktemp("stack"), port=port, s3_port=s3_port))
+    stack = RealStack(Stack(state=state, port=port, s3_port=s3_port, database=database))
     stack.up()
     yield stack
-    layertap("down", "--state", str(stack.state))
+    layertap("down", "--state", stack.state)
 
 
 def _free_ports() -> tuple[int, int]:

@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import psutil
 
 from deployments.stack import Stack
+from layertap.catalog import Catalog
 from layertap.object_server import ObjectServer
 from layertap.store import Store
 
@@ -34,6 +36,13 @@ def layertap(*arguments: str) -> str:
     return done.stdout
 
 
+def failing_layertap(*arguments: str) -> str:
+    """Run a `layertap` command that must end with status 1; returns what it printed."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300, env=environment())
+    assert done.returncode == 1, f"{arguments}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
 def wait_for(condition: Callable[[], Any], timeout_s: float = 300.0) -> Any:
     """Wait until the condition gives something true, and return it."""
     deadline = time.monotonic() + timeout_s
@@ -53,7 +62,8 @@ class RealStack:
 
     def up(self) -> None:
         ports = ["--port", str(self.stack.port), "--s3-port", str(self.stack.s3_port)]
-        layertap("up", "--state", self.state, *ports, "--lanes", str(LANES))
+        database = ["--database", self.stack.database] if self.stack.database else []
+        layertap("up", "--state", self.state, *ports, "--lanes", str(LANES), *database)
 
     def run_options(self, dataset: str, target: str, root: str, *, shard_tokens: int = 600) -> list[str]:
         return [
@@ -61,6 +71,10 @@ class RealStack:
             *("--max-length", "64", "--root", root, "--lanes", str(LANES), "--state", self.state),
             *("--param", f"shard_tokens={shard_tokens}", "--param", "max_batch_tokens=256"),
         ]
+
+    def layertap(self, *arguments: str) -> str:
+        """A command that must succeed, on this stack; returns what it printed."""
+        return layertap(*arguments, "--state", self.state)
 
     def store(self, root: str) -> Store:
         server = ObjectServer.running(self.stack.objects)
@@ -72,10 +86,14 @@ class RealStack:
 
     def ask(self, what: str, **filters: Any) -> list[dict[str, Any]]:
         """Prefect's API: what there is of flow_runs, task_runs, artifacts, …"""
-        answer = httpx.post(f"{self.stack.api_url}/{what}/filter", json=filters, timeout=30)
-        answer.raise_for_status()
-        found: list[dict[str, Any]] = answer.json()
+        found: list[dict[str, Any]] = self.post(f"{what}/filter", filters)
         return found
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """A request to Prefect's API; its answer."""
+        answer = httpx.post(f"{self.stack.api_url}/{path}", json=body, timeout=30)
+        answer.raise_for_status()
+        return answer.json()
 
     def runs_of(self, flow: str, root: str) -> list[dict[str, Any]]:
         """The flow's runs on this root, oldest first."""
@@ -94,4 +112,35 @@ class RealStack:
 
 
 def _root(parameters: dict[str, Any]) -> Any:
-    return parameters.get("extraction", parameters).get("root")
+    form = next((value for value in parameters.values() if isinstance(value, dict)), parameters)
+    return form.get("root")
+
+
+def working_lanes(stack: RealStack, root: str) -> list[dict[str, Any]]:
+    """The lanes that run on a root."""
+    return [lane for lane in stack.runs_of("extraction_lane", root) if lane["state_type"] == "RUNNING"]
+
+
+@contextmanager
+def damaged_shard(stack: RealStack, root: str) -> Iterator[None]:
+    """Shard 1 of the run on `root` can't be read inside the context, and is whole again behind it.
+
+    The lanes must have been ended before the run started: nobody may read the shard before it is damaged.
+    """
+    store = stack.store(root)
+    (plan_id,) = wait_for(Catalog(store).plans)
+    path = f"plans/{plan_id}/shard-00001.arrow"
+    whole = store.get(path)
+    store.put(path, whole[:-1] + bytes([whole[-1] ^ 1]))
+    stack.up()
+    try:
+        yield
+    finally:
+        store.put(path, whole)
+
+
+def start(arguments: list[str]) -> "subprocess.Popen[str]":
+    """Start a `layertap` command."""
+    return subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    )

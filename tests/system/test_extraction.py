@@ -8,21 +8,11 @@ import pytest
 
 from tests.models import tiny_llama
 from tests.runs import assert_read_back, save_rows, some_rows
-from tests.system.stacks import LANES, RealStack, command, environment, layertap, wait_for
+from tests.system.stacks import LANES, RealStack, layertap, start, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
-
-
-def start(arguments: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        command(*arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-    )
 
 
 def wait_until_under_way(stack: RealStack, root: str, run: "subprocess.Popen[str]") -> None:

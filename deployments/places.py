@@ -1,0 +1,52 @@
+"""What a person names when asking about a run: a root's address, or the run of it."""
+
+from pathlib import Path
+from uuid import UUID
+
+from layertap.errors import InputError
+from layertap.object_server import open_root
+from layertap.store import Store
+
+
+def open_place(place: str, state: Path | None) -> Store:
+    """The root at an address, or that a flow run (id or name) works on.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if "://" in place or Path(place).exists():
+        return open_root(place, state)
+    from deployments.bootstrap import require_server
+
+    require_server()
+    from flows.cancel import place_of
+    from tasks.storage import open_store
+
+    return open_store(*place_of(str(flow_run_of(place))))
+
+
+def flow_run_of(place: str) -> UUID:
+    """The newest flow run of that id or name.
+
+    Raises:
+        InputError: there is none.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    try:
+        return UUID(place)
+    except ValueError:
+        pass
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[place])),
+            sort=FlowRunSort.START_TIME_DESC,
+            limit=1,
+        )
+    if not found:
+        raise InputError(
+            f"{place!r} is neither a folder, nor s3://bucket/prefix, nor the id or name of a flow run"
+        )
+    return found[0].id

@@ -1,0 +1,96 @@
+"""Runs that take up what an earlier one was asked to do: finish it, or do it on what its dataset became."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from flows.extract import extract
+from flows.parameters import Extraction, Reextraction, Retry
+from layertap.dataset import TokenDataset
+from layertap.dataset_files import FileState
+from layertap.errors import DatasetError
+from layertap.run_records import RunRecords
+from layertap.versions import Versions
+from tasks.storage import dataset_files, local_dataset, open_store
+
+POLL_S = 5.0
+
+
+@flow(
+    name="retry_failed_shards",
+    flow_run_name="{retry.run_name}",
+    persist_result=False,
+    result_serializer="json",
+)
+def retry_failed_shards(retry: Retry) -> State[Any]:
+    """Finish what the last run on a root left undone, whether or not that run is still known to Prefect.
+
+    The run's own settings are taken from the root. Only what is missing is computed.
+    """
+    return Completed(
+        message=str(extract(_last(retry.storage, retry.root, retry.num_lanes), shards=retry.shards))
+    )
+
+
+@flow(
+    name="reextract_when_changed",
+    flow_run_name="{reextraction.run_name}",
+    persist_result=False,
+    result_serializer="json",
+)
+def reextract_when_changed(reextraction: Reextraction) -> State[Any]:
+    """Bring a root up to its dataset, if that has changed since the newest version was published.
+
+    It looks at the dataset, not at what woke it: an event or a schedule that comes twice, late or not at all
+    costs nothing. It goes on until the dataset is what it has just extracted.
+    """
+    extraction = _last(reextraction.storage, reextraction.root, reextraction.num_lanes)
+    if reextraction.dataset:
+        extraction = extraction.model_copy(update={"dataset": reextraction.dataset})
+    done = ""
+    while _has_changed(extraction):
+        seen = _wait_until_still(extraction, reextraction.still_s)
+        try:
+            done = str(extract(extraction))
+        except DatasetError as error:
+            if _files(extraction) == seen:
+                raise
+            get_run_logger().warning("the dataset changed meanwhile, starting over: %s", error)
+    return (
+        Completed(message=done) if done else Completed(name="Skipped", message="the dataset has not changed")
+    )
+
+
+def _last(storage: str, root: str, num_lanes: int) -> Extraction:
+    """What the last run on the root was asked to do, with another number of lanes unless that is 0."""
+    asked: Mapping[str, Any] = RunRecords(open_store(storage, root)).latest().request
+    return Extraction.model_validate({**asked, **({"num_lanes": num_lanes} if num_lanes else {})})
+
+
+def _has_changed(extraction: Extraction) -> bool:
+    """Whether the newest version isn't complete, or is of another dataset."""
+    newest = Versions(open_store(extraction.storage, extraction.root)).latest(complete=False)
+    if newest is None or not newest.complete:
+        return True
+    settings = extraction.settings()
+    path = local_dataset(extraction.storage, settings.dataset)
+    dataset = TokenDataset.open(path, split=settings.split, columns=settings.columns)
+    return dataset.fingerprint != newest.dataset_fingerprint
+
+
+def _files(extraction: Extraction) -> tuple[FileState, ...]:
+    return dataset_files(extraction.storage, extraction.dataset)
+
+
+def _wait_until_still(extraction: Extraction, still_s: float) -> tuple[FileState, ...]:
+    """Wait until the dataset's files have been the same for a while: its writer may not be through."""
+    seen, since = _files(extraction), time.monotonic()
+    while time.monotonic() - since < still_s:
+        time.sleep(min(POLL_S, still_s))
+        if (now := _files(extraction)) != seen:
+            seen, since = now, time.monotonic()
+    return seen

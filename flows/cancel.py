@@ -1,0 +1,99 @@
+"""Ends extractions: in the store, which every lane watches, and in Prefect; the coordinator may be dead."""
+
+import time
+from collections.abc import Collection
+from uuid import UUID
+
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFilter, FlowRunFilterTags
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelled, Cancelling
+
+from layertap.catalog import Catalog
+from layertap.run_records import RunRecord, RunRecords
+from layertap.store import Store
+from tasks.artifacts import server_may_be_away
+from tasks.storage import open_store
+
+PATIENCE_S = 60.0
+"""Seconds that coordinator and lanes have to end by themselves."""
+
+POLL_S = 2.0
+MAX_LANES = 200
+
+
+@flow(name="cancel_extraction", flow_run_name="cancel {flow_run_id}", persist_result=False)
+def cancel_extraction(flow_run_id: str) -> str:
+    """See a cancelled extraction to its end, also when its coordinator is dead.
+
+    Args:
+        flow_run_id: Flow run of the coordinator; an event's resource is called prefect.flow-run.ID.
+    """
+    flow_run_id = flow_run_id.removeprefix("prefect.flow-run.")
+    storage, root = place_of(flow_run_id)
+    store = open_store(storage, root)
+    return cancel_runs(store, root, [r for r in RunRecords(store).all() if r.started_by == flow_run_id])
+
+
+def place_of(flow_run_id: str) -> tuple[str, str]:
+    """Storage block and root that a flow run of layertap works on."""
+    with get_client(sync_client=True) as client:
+        parameters = client.read_flow_run(UUID(flow_run_id)).parameters
+    form = next((value for value in parameters.values() if isinstance(value, dict)), parameters)
+    return form.get("storage", "s3-bucket/layertap"), form["root"]
+
+
+def cancel_runs(store: Store, root: str, runs: Collection[RunRecord]) -> str:
+    """End runs on a root, first in the store, then in Prefect; returns what was ended, in words."""
+    for run in runs:
+        if run.plan_id:
+            Catalog(store).stop(run.plan_id, run.run_id)
+    with server_may_be_away(), get_client(sync_client=True) as client:
+        return _end_flow_runs(client, root, runs)
+    return "told the lanes through the store; Prefect's server is away, its states follow"
+
+
+def _end_flow_runs(client: SyncPrefectClient, root: str, runs: Collection[RunRecord]) -> str:
+    living = [run for run in _flow_runs(client, root, runs) if not _is_over(run)]
+    for flow_run in living:
+        _end(client, flow_run)
+    forced = _wait(client, [flow_run.id for flow_run in living])
+    names = ", ".join(flow_run.name for flow_run in living) or "nothing ran any more"
+    return f"ended: {names}" + (f"; {len(forced)} of them had no process left" if forced else "")
+
+
+def _flow_runs(client: SyncPrefectClient, root: str, runs: Collection[RunRecord]) -> list[FlowRun]:
+    """Coordinators and lanes of the runs."""
+    ids = {run.run_id for run in runs}
+    coordinators = [client.read_flow_run(UUID(run.started_by)) for run in runs if run.started_by]
+    lanes = client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=["extraction_lane"])),
+        flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[f"root:{root}"])),
+        limit=MAX_LANES,
+    )
+    return [*coordinators, *(lane for lane in lanes if lane.parameters.get("run") in ids)]
+
+
+def _is_over(flow_run: FlowRun) -> bool:
+    return flow_run.state is not None and flow_run.state.is_final()
+
+
+def _end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
+    """Cancel a flow run. Only one that runs has an engine to carry a Cancelling out."""
+    if flow_run.state is not None and flow_run.state.is_running():
+        client.set_flow_run_state(flow_run.id, Cancelling())
+    elif flow_run.state is None or not flow_run.state.is_cancelling():
+        client.set_flow_run_state(flow_run.id, Cancelled(message="its run was cancelled"), force=True)
+
+
+def _wait(client: SyncPrefectClient, ids: Collection[UUID]) -> list[UUID]:
+    """Wait until the flow runs are over; those that are not in time are dead, and are marked Cancelled."""
+    deadline = time.monotonic() + PATIENCE_S
+    while left := [k for k in ids if not _is_over(client.read_flow_run(k))]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    for k in left:
+        client.set_flow_run_state(k, Cancelled(message="its process was gone"), force=True)
+    return left

@@ -1,0 +1,159 @@
+"""Shards that failed, as a person needs to see them: why, where, and how to try them again."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from layertap.catalog import Catalog
+from layertap.shard_state import ShardState, ShardStatus, shard_state
+
+HOPELESS = "failed for good"
+TRIED_AGAIN = "will be tried again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardFailure:
+    """The last failure of a shard that has no outcome."""
+
+    plan_id: str
+    shard: int
+    num_rows: int
+    num_tokens: int
+
+    state: str
+    """Whether it failed for good or will be tried again."""
+
+    num_failures: int
+    num_deaths: int
+    """Lanes that went silent while they held it."""
+
+    error: str
+    """The error's kind and message."""
+
+    lane: str
+    host: str
+    device: str
+    claim: int
+
+    attempt: str
+    """Random id of the last try; its files, if any, lie under that name."""
+
+    num_rows_done: int
+    """Rows of the shard that were extracted when it failed."""
+
+    failed_at: str
+    traceback: str
+
+    log: str
+    """The last lines that the lane had logged."""
+
+    @property
+    def reason(self) -> str:
+        """The error in one line."""
+        return self.error.splitlines()[0]
+
+    def __str__(self) -> str:
+        where = " on ".join(part for part in (self.lane, self.host, self.device) if part) or "an unknown lane"
+        lines = [
+            f"shard {self.shard} of plan {self.plan_id}: {self.reason}",
+            f"  {self.state}, after {self.num_failures} errors and {self.num_deaths} silent deaths",
+            f"  {self.num_rows_done:,} of {self.num_rows:,} rows were done, of {self.num_tokens:,} tokens",
+            f"  on {where}, claim {self.claim}, attempt {self.attempt or 'unknown'}, {self.failed_at}",
+        ]
+        more = "\n".join(self.error.splitlines()[1:])
+        parts = {"error": more, "traceback": self.traceback, "the lane's last lines": self.log}
+        for title, text in parts.items():
+            if text:
+                lines += [f"  {title}:", *(f"    {line}" for line in text.rstrip().splitlines())]
+        return "\n".join(lines)
+
+
+def read_failures(
+    catalog: Catalog, *, plans: Iterable[str] = (), shards: Collection[int] = ()
+) -> list[ShardFailure]:
+    """The failures that stand in a root: of shards without an outcome, since they were last retried.
+
+    Args:
+        catalog: of the root.
+        plans: of these plans; of all by default.
+        shards: of these shards; of all by default.
+    """
+    return [
+        failure
+        for plan_id in (list(plans) or catalog.plans())
+        for failure in _of_plan(catalog, plan_id)
+        if not shards or failure.shard in shards
+    ]
+
+
+def forget_failures(catalog: Catalog, plan_id: str) -> None:
+    """Let every shard that failed for good be tried again."""
+    for shard, names in catalog.snapshot(plan_id).names.items():
+        status = shard_state(names)
+        if status.state == ShardState.FAILED:
+            catalog.retry(plan_id, shard, status.claim)
+
+
+def _of_plan(catalog: Catalog, plan_id: str) -> list[ShardFailure]:
+    names = catalog.snapshot(plan_id).names
+    statuses = {shard: shard_state(own) for shard, own in sorted(names.items())}
+    failed = {
+        shard: status
+        for shard, status in statuses.items()
+        if status.num_failures + status.num_deaths
+        and status.state not in (ShardState.COMMITTED, ShardState.VOID)
+    }
+    if not failed:
+        return []
+    records = catalog.plan(plan_id).shards
+    return [
+        _read(catalog, plan_id, shard, status, records[shard].num_rows, records[shard].num_tokens)
+        for shard, status in failed.items()
+    ]
+
+
+def _read(
+    catalog: Catalog, plan_id: str, shard: int, status: ShardStatus, num_rows: int, num_tokens: int
+) -> ShardFailure:
+    told = catalog.last_failure(plan_id, shard)
+    if not status.num_failures:  # nobody wrote anything down; the last claim says whose lane it was
+        told = {**catalog.read_claim(plan_id, shard, status.claim), **told}
+    return ShardFailure(
+        plan_id=plan_id,
+        shard=shard,
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        state=HOPELESS if status.state == ShardState.FAILED else TRIED_AGAIN,
+        num_failures=status.num_failures,
+        num_deaths=status.num_deaths,
+        claim=told.get("claim", status.claim),
+        num_rows_done=told.get("num_rows", 0),
+        **_texts(told),
+    )
+
+
+def _texts(told: dict[str, Any]) -> dict[str, str]:
+    names = ("error", "lane", "host", "device", "attempt", "failed_at", "traceback", "log")
+    return {name: str(told.get(name, "")) for name in names}
+
+
+def markdown(failures: Collection[ShardFailure], uri: str, *, at_most: int) -> str:
+    """Failures for a page: a table, then each with its traceback and log."""
+    shown = list(failures)[:at_most]
+    lines = [
+        f"{len(failures):,} shards of {uri} failed. To try them again: **Retry** on this run, the deployment "
+        "`retry-failed-shards` with this root, or",
+        "",
+        f"    layertap retry {uri}",
+        "",
+        "Only what is missing is computed, with any number of lanes.",
+        "",
+        "| shard | why | lane | host | device | rows |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in shown:
+        cells = (one.shard, one.reason, one.lane, one.host, one.device, f"{one.num_rows:,}")
+        lines.append(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |")
+    for one in shown:
+        lines += ["", f"**Shard {one.shard}**", "", "```", str(one), "```"]
+    return "\n".join(lines)

@@ -1,0 +1,166 @@
+"""Operating runs through Prefect's API and the command line, its server on PostgreSQL."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layertap import HiddenStates
+from layertap.versions import Versions
+from tests.models import tiny_llama
+from tests.runs import Rows, assert_read_back, save_rows, some_rows
+from tests.system.stacks import (
+    RealStack,
+    damaged_shard,
+    failing_layertap,
+    layertap,
+    start,
+    wait_for,
+    working_lanes,
+)
+from tests.system.test_extraction import assert_succeeds, final_states, wait_until_under_way
+
+pytestmark = [pytest.mark.system, pytest.mark.debian, pytest.mark.timeout(600)]
+
+
+def run_of(stack: RealStack, flow: str, root: str, state: str) -> dict[str, Any]:
+    """The newest run of a flow on a root, once it is in the state."""
+
+    def found() -> dict[str, Any] | None:
+        runs = stack.runs_of(flow, root)
+        return runs[-1] if runs and runs[-1]["state_type"] == state else None
+
+    run: dict[str, Any] = wait_for(found)
+    return run
+
+
+def set_state(stack: RealStack, flow_run: str, kind: str, name: str) -> None:
+    """What the buttons of the UI do."""
+    stack.post(f"flow_runs/{flow_run}/set_state", {"state": {"type": kind, "name": name}})
+
+
+def test_an_updated_dataset_is_extracted_by_what_is_new_in_it_and_an_event_for_nothing_is_skipped(
+    postgres_stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    stack, dataset = postgres_stack, tmp_path / "rows"
+    rows = some_rows(1000)
+    layertap(*stack.run_options(save_rows(rows, dataset), target, "updated", shard_tokens=6000))
+
+    changed, added, masked = some_rows(50, seed=7), some_rows(20, seed=8), range(300, 330)
+    new: Rows = [*changed, *rows[50:990], *added]
+    new = [
+        {**row, "loss_mask": [1] * len(row["loss_mask"])} if k in masked else row for k, row in enumerate(new)
+    ]
+    other = save_rows(new, tmp_path / "new")
+    dataset.rename(tmp_path / "old")
+    Path(other).rename(dataset)
+
+    stack.layertap("notify", "updated")
+    done = run_of(stack, "reextract_when_changed", "updated", "COMPLETED")
+    assert "1,010 of 1,010 rows are stored, 0 are missing: version 2" in done["state"]["message"]
+    assert "; 70 rows computed now" in done["state"]["message"]
+    store, model = stack.store("updated"), tiny_llama()
+    assert_read_back(store, new, model)
+    assert len(HiddenStates(store, version=1)) == 1000
+    removed = {tuple(row["input_ids"]) for row in rows[990:]}
+    assert not removed & {tuple(row["input_ids"].tolist()) for row in HiddenStates(store)}
+
+    stack.layertap("notify", "updated")
+
+    def skipped() -> bool:
+        return [r["state_name"] for r in stack.runs_of("reextract_when_changed", "updated")][1:] == [
+            "Skipped"
+        ]
+
+    wait_for(skipped)
+    assert Versions(store).numbers() == [1, 2]
+
+
+def test_a_run_cancelled_in_the_ui_frees_its_lanes_and_retry_computes_only_the_rest(
+    postgres_stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    stack, rows = postgres_stack, some_rows(1003, seed=1)
+    run = start(stack.run_options(save_rows(rows, tmp_path / "rows"), target, "cancelled", shard_tokens=150))
+    wait_until_under_way(stack, "cancelled", run)
+    engines = [stack.engine(lane["id"]) for lane in working_lanes(stack, "cancelled")]
+    (coordinator,) = stack.runs_of("extract_hidden_states", "cancelled")
+    set_state(stack, coordinator["id"], "CANCELLING", "Cancelling")
+    asked_at = time.monotonic()
+    wait_for(lambda: not any(engine.is_running() for engine in engines), timeout_s=60)
+    print(f"the lanes' processes were gone {time.monotonic() - asked_at:.0f} s after Cancel")
+    run_of(stack, "extract_hidden_states", "cancelled", "CANCELLED")
+    assert set(final_states(stack, "cancelled").values()) <= {"CANCELLED", "COMPLETED"}
+    assert run.wait(120) == 1
+
+    before = set(stack.outcomes("cancelled"))
+    assert len(before) > 0
+    told = stack.layertap("retry", "cancelled from rows", "--lanes", "1")
+    assert "1,003 of 1,003 rows are stored" in told
+    assert before <= set(stack.outcomes("cancelled"))
+    assert_read_back(stack.store("cancelled"), rows, tiny_llama())
+
+
+def test_a_run_whose_coordinator_is_dead_is_cancelled_through_the_store(
+    postgres_stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    stack = postgres_stack
+    dataset = save_rows(some_rows(1003, seed=3), tmp_path / "rows")
+    run = start(stack.run_options(dataset, target, "orphaned", shard_tokens=150))
+    wait_until_under_way(stack, "orphaned", run)
+    lanes = [stack.engine(lane["id"]) for lane in working_lanes(stack, "orphaned")]
+    (coordinator,) = stack.runs_of("extract_hidden_states", "orphaned")
+    engine = stack.engine(coordinator["id"])
+    supervisor = stack.stack.daemon("control").process()
+    assert supervisor is not None
+    workers = supervisor.children()
+    for process in (supervisor, *workers, engine):
+        process.kill()
+    assert stack.runs_of("extract_hidden_states", "orphaned")[0]["state_type"] == "RUNNING"
+
+    told = stack.layertap("cancel", stack.store("orphaned").uri)
+    assert "1 of them had no process left" in told
+    assert not any(lane.is_running() for lane in lanes)
+    assert stack.runs_of("extract_hidden_states", "orphaned")[0]["state_type"] == "CANCELLED"
+    assert run.wait(120) == 1
+    stack.up()
+
+
+def test_a_server_that_restarts_in_mid_run_stops_nothing(
+    postgres_stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    stack, rows = postgres_stack, some_rows(1003, seed=4)
+    run = start(stack.run_options(save_rows(rows, tmp_path / "rows"), target, "restarted", shard_tokens=150))
+    wait_until_under_way(stack, "restarted", run)
+    server = stack.stack.daemon("server").process()
+    assert server is not None
+    for process in (server, *server.children(recursive=True)):
+        process.kill()
+    before = len(stack.outcomes("restarted"))
+    wait_for(lambda: len(stack.outcomes("restarted")) > before)  # lanes go on without it
+    stack.up()
+    assert_succeeds(run)
+    assert_read_back(stack.store("restarted"), rows, tiny_llama())
+
+
+def test_a_shard_that_fails_says_why_and_is_retried_when_the_reason_is_gone(
+    postgres_stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    stack, rows = postgres_stack, some_rows(300, seed=5)
+    options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "failing")
+    with damaged_shard(stack, "failing", options) as run:
+        output, _ = run.communicate(timeout=400)
+        assert run.returncode == 1 and "shard 1 with: IntegrityError" in output
+        uri = stack.store("failing").uri
+        told = failing_layertap("failures", uri, "--state", stack.state)
+    for expected in ("shard-00001.arrow has the checksum", "Traceback", "failed for good", "layertap retry"):
+        assert expected in told
+    (coordinator,) = stack.runs_of("extract_hidden_states", "failing")
+    artifacts = stack.ask("artifacts", flow_runs={"id": {"any_": [coordinator["id"]]}})
+    (shown,) = [a["data"] for a in artifacts if a["key"] == "layertap-failures"]
+    assert "IntegrityError" in shown and f"layertap retry {uri}" in shown
+
+    set_state(stack, coordinator["id"], "SCHEDULED", "AwaitingRetry")
+    run_of(stack, "extract_hidden_states", "failing", "COMPLETED")
+    assert_read_back(stack.store("failing"), rows, tiny_llama())
+    assert "0 shards have failed" in stack.layertap("failures", uri)

@@ -1,0 +1,85 @@
+"""Datasets on a store: staged once, whole, by content; and when a dataset counts as changed."""
+
+from pathlib import Path
+
+import pytest
+
+from layertap.dataset import TokenDataset
+from layertap.dataset_files import MANIFEST, StoredDataset, local_files
+from layertap.errors import DatasetError
+from layertap.store import Store
+from tests.runs import save_rows, some_rows
+
+
+def upload(folder: Path, store: Store, name: str) -> StoredDataset:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            store.put(f"{name}/{path.relative_to(folder)}", path.read_bytes())
+    return StoredDataset(store, name)
+
+
+@pytest.fixture
+def stored(store: Store, tmp_path: Path) -> StoredDataset:
+    save_rows(some_rows(20), tmp_path / "rows")
+    return upload(tmp_path / "rows", store, "data/chats")
+
+
+def test_a_staged_dataset_is_the_stored_one_and_is_fetched_once(
+    stored: StoredDataset, tmp_path: Path
+) -> None:
+    staged = stored.stage(tmp_path / "cache")
+    assert TokenDataset.open(staged).fingerprint == TokenDataset.open(tmp_path / "rows").fingerprint
+    manifest = staged.parents[1] / MANIFEST
+    written = manifest.stat().st_mtime_ns
+    assert stored.stage(tmp_path / "cache") == staged
+    assert manifest.stat().st_mtime_ns == written
+
+
+def test_a_changed_dataset_is_staged_again_and_the_old_one_removed(
+    stored: StoredDataset, store: Store, tmp_path: Path
+) -> None:
+    before, old = stored.files(), stored.stage(tmp_path / "cache")
+    save_rows(some_rows(21), tmp_path / "new")
+    upload(tmp_path / "new", store, "data/chats")
+    assert stored.files() != before
+    assert TokenDataset.open(stored.stage(tmp_path / "cache")).num_rows == 21
+    assert not old.exists()
+
+
+def test_a_staged_file_that_was_damaged_is_fetched_again(stored: StoredDataset, tmp_path: Path) -> None:
+    staged = stored.stage(tmp_path / "cache")
+    damaged = next(staged.glob("*.arrow"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert TokenDataset.open(stored.stage(tmp_path / "cache")).num_rows == 20
+
+
+def test_a_dataset_that_changes_while_it_is_read_is_refused(
+    stored: StoredDataset, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Store.get_range
+
+    def get_range(self: Store, path: str, offset: int, nbytes: int) -> bytes:
+        store.put("data/chats/dataset_info.json", b"{} ")
+        return honest(self, path, offset, min(nbytes, self.head(path).size))
+
+    monkeypatch.setattr(Store, "get_range", get_range)
+    with pytest.raises(DatasetError, match="changed while it was read"):
+        stored.stage(tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("[!.]*"))
+
+
+def test_a_single_file_is_staged_too_and_none_is_named(store: Store, tmp_path: Path) -> None:
+    store.put("rows.parquet", b"1234")
+    assert StoredDataset(store, "rows.parquet").stage(tmp_path / "cache").read_bytes() == b"1234"
+    with pytest.raises(DatasetError, match="there is no dataset at .*nothing.parquet"):
+        StoredDataset(store, "nothing.parquet").stage(tmp_path / "cache")
+
+
+def test_a_dataset_on_a_folder_changes_with_its_files(tmp_path: Path) -> None:
+    folder = Path(save_rows(some_rows(3), tmp_path / "rows"))
+    before = local_files(folder)
+    assert local_files(folder) == before
+    (folder / "state.json").touch()
+    assert local_files(folder) != before
+    with pytest.raises(DatasetError, match="there is no dataset at .*gone"):
+        local_files(tmp_path / "gone")

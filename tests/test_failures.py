@@ -1,0 +1,105 @@
+"""What is told of shards that failed: reason, place, traceback, log, and how to try them again."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from deployments.run_commands import failures
+from layertap.coordinator import Run
+from layertap.failures import HOPELESS, TRIED_AGAIN, forget_failures, markdown, read_failures
+from layertap.lane import Lane, extract_in_threads
+from layertap.shard_state import ShardState
+from layertap.store import Store
+from tests.models import saved, tiny_llama
+from tests.runs import save_rows, settings_for, some_rows
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tiny_llama(), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def run(folder_store: Store, tmp_path: Path, target: str) -> Run:
+    return Run.prepare(folder_store, settings_for(save_rows(some_rows(40), tmp_path / "rows"), target))
+
+
+def plan_id_of(run: Run) -> str:
+    assert run.plan is not None
+    return run.plan.plan_id
+
+
+def fail_on(run: Run, shard: int, *lanes: str) -> None:
+    for number, lane in enumerate(lanes, start=1):
+        claim = run.catalog.claim(plan_id_of(run), shard, number, lane=lane, details={"host": "h1"})
+        assert claim is not None
+        run.catalog.fail(claim, {"error": f"ValueError: bad | on {lane}\nand more", "lane": lane})
+
+
+def test_a_lane_leaves_all_that_a_person_needs_to_find_the_reason(
+    run: Run, folder_store: Store, target: str
+) -> None:
+    lane = Lane.open(folder_store, plan_id_of(run), run="run", target=target, name="lane-7")
+    assert lane is not None
+    honest = lane.extractor.extract_shard
+
+    def broken(rows: Any, prefix: str, *, on_progress: Any, should_stop: Any) -> Any:
+        logging.getLogger("layertap.extract").warning("it smells of burning")
+        on_progress(3, 99)
+        raise ValueError("broken")
+
+    lane.extractor.extract_shard = broken  # type: ignore[method-assign]
+    with lane:
+        claim = lane.claim()
+        assert claim is not None
+        with pytest.raises(ValueError) as caught:
+            lane.extract(claim)
+        lane.fail(claim, caught.value)
+        (failure,) = read_failures(run.catalog)
+        lane.extractor.extract_shard = honest  # type: ignore[method-assign]
+        extract_in_threads(lane)
+    assert (failure.shard, failure.lane, failure.claim) == (claim.shard, "lane-7", 1)
+    assert (failure.state, failure.num_failures, failure.num_rows_done) == (TRIED_AGAIN, 1, 3)
+    assert failure.host and failure.device and len(failure.attempt) == 32
+    assert "it smells of burning" in failure.log and "in broken" in failure.traceback
+    assert read_failures(run.catalog) == []
+
+
+def test_failures_say_whether_there_is_hope_and_forgetting_them_gives_it(run: Run) -> None:
+    fail_on(run, 0, "a", "b")
+    fail_on(run, 1, "a")
+    found = read_failures(run.catalog)
+    assert [(f.shard, f.state) for f in found] == [(0, HOPELESS), (1, TRIED_AGAIN)]
+    forget_failures(run.catalog, plan_id_of(run))
+    assert [f.shard for f in read_failures(run.catalog)] == [1]
+    assert run.watch().poll().shards_by_state.get(ShardState.FAILED) is None
+
+
+def test_lanes_that_died_in_silence_are_named_by_their_claims(run: Run) -> None:
+    for number in (1, 2, 3, 4):
+        claim = run.catalog.claim(plan_id_of(run), 2, number, lane=f"lane-{number}", details={"host": "h1"})
+        assert claim is not None
+    run.catalog.release(claim)
+    (failure,) = read_failures(run.catalog, shards=[2])
+    assert (failure.num_deaths, failure.state, failure.host) == (3, HOPELESS, "h1")
+    assert "4 lanes died while they held shard 2" in failure.error
+
+
+def test_the_page_has_a_line_for_each_and_the_way_to_retry(run: Run) -> None:
+    fail_on(run, 0, "a", "b")
+    text = markdown(read_failures(run.catalog), "s3://b/root", at_most=5)
+    assert "| 0 | ValueError: bad / on b | b |" in text
+    assert "    layertap retry s3://b/root" in text and "and more" in text
+
+
+def test_the_command_tells_of_them_and_ends_with_status_1(run: Run, folder_store: Store) -> None:
+    fail_on(run, 0, "a", "b")
+    told = CliRunner().invoke(failures, [folder_store.uri])
+    assert told.exit_code == 1
+    assert f"try them again: layertap retry {folder_store.uri} --shards 0" in told.output
+    assert "1 shards have failed, 1 of them for good" in told.output
+    assert CliRunner().invoke(failures, [folder_store.uri, "--shards", "1"]).exit_code == 0
+    assert "'x' is not a list of shards" in CliRunner().invoke(failures, ["x", "--shards", "x"]).output
