@@ -49,9 +49,10 @@ def cancel_runs(store: Store, root: str, runs: Collection[RunRecord]) -> str:
     for run in runs:
         if run.plan_id:
             Catalog(store).stop(run.plan_id, run.run_id)
+    ended = "told the lanes through the store; Prefect's server is away, its states follow"
     with server_may_be_away(), get_client(sync_client=True) as client:
-        return _end_flow_runs(client, root, runs)
-    return "told the lanes through the store; Prefect's server is away, its states follow"
+        ended = _end_flow_runs(client, root, runs)
+    return ended
 
 
 def _end_flow_runs(client: SyncPrefectClient, root: str, runs: Collection[RunRecord]) -> str:
