@@ -23,7 +23,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test system debian contracts check fix example bench clean help
+.PHONY: demo test system debian contracts check fix example bench soak clean help
 
 help:  ## say what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ example: $(READY)  ## train a small drafter on a root, and on wrong states, and 
 bench: $(READY)  ## ratios of writing, the engine and planning on this machine, in about five minutes
 	@mkdir -p build
 	$(BIN)/layertap bench --json build/bench.json
+
+soak: $(READY)  ## runs through a failing network whose lanes are killed at random; an hour
+	$(BIN)/python -m tests.soak
 
 clean:  ## end the demo's stack, and remove all that was made here
 	if [ -x $(BIN)/layertap ] && [ -d .layertap ]; then $(BIN)/layertap down --state .layertap; fi

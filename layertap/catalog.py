@@ -211,10 +211,14 @@ class Catalog:
                 claim_tags[shard] = max(found, claim_tags.get(shard, (0, None)), key=lambda c: c[0])
         return Snapshot(names=dict(names), claim_tags=claim_tags)
 
+    def states(self, plan_id: str) -> dict[int, ShardState]:
+        """States of the shards of which there is a state object, whoever lives; ascending."""
+        names = self.snapshot(plan_id).names
+        return {k: shard_state(names[k]).state for k in sorted(names)}
+
     def committed(self, plan_id: str) -> list[int]:
         """Shards of a plan whose outcome stands."""
-        names = self.snapshot(plan_id).names
-        return [k for k in sorted(names) if shard_state(names[k]).state == ShardState.COMMITTED]
+        return [k for k, state in self.states(plan_id).items() if state == ShardState.COMMITTED]
 
     def without_outcome(self, plan_id: str) -> list[int]:
         """Shards of a plan that may still come to an outcome: those with one, or withdrawn, are left out."""
@@ -289,8 +293,7 @@ class Catalog:
             return False
         except IntegrityError:
             return True
-        states = [shard_state(names).state for names in self.snapshot(plan_id).names.values()]
-        return ShardState.VOID in states
+        return ShardState.VOID in self.states(plan_id).values()
 
     def last_failure(self, plan_id: str, shard: int) -> dict[str, Any]:
         """The latest recorded failure of a shard; its `error` also tells of lanes that died in silence."""

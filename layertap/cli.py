@@ -539,7 +539,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-for command in (upkeep.verify, upkeep.void):
+for command in (upkeep.verify, upkeep.void, upkeep.gc, upkeep.prune):
     main.add_command(command)
 
 

@@ -25,6 +25,7 @@ from layertap.errors import (
     LayertapError,
     SelfCheckError,
     StoppedError,
+    StoreError,
     StoreRefusedError,
 )
 from layertap.extract import Extractor, ShardResult
@@ -38,6 +39,7 @@ from layertap.shard_state import ShardState
 from layertap.store import Store
 from layertap.target import Target, compare_canary
 from layertap.target_files import store_target
+from layertap.watchdog import kill_process_group, wedged
 from layertap.watcher import Watcher
 
 BEAT_S = 10.0
@@ -282,8 +284,18 @@ class Lane:
             **vars(result),
         )
         with self.clock.spent("waiting for the store"):
-            held.outcome = self.catalog.commit(claim, outcome)
+            try:
+                held.outcome = self.catalog.commit(claim, outcome)
+            except ClaimLostError:
+                self._remove(claim, attempt)
+                raise
         return held.outcome
+
+    def _remove(self, claim: Claim, attempt: str) -> None:
+        """Delete the files of a try that will never be committed; what stays is garbage for `layertap gc`."""
+        prefix = self.catalog.attempt_prefix(self.plan.plan_id, claim.shard, attempt)
+        with contextlib.suppress(LayertapError):
+            self.catalog.store.delete([found.path for found in self.catalog.store.list(prefix)])
 
     def _extract(self, claim: Claim, attempt: str, on_progress: Callable[[int, int], None]) -> ShardResult:
         with self.clock.spent("waiting for data"):
@@ -296,6 +308,8 @@ class Lane:
                 should_stop=self.check_stopped,
             )
         except Exception as error:
+            if not isinstance(error, StoreError):
+                self._remove(claim, attempt)
             if is_context_fatal(error):
                 raise DeviceError(f"{device_name(self.device)} is lost to this process: {error}") from error
             raise
@@ -318,6 +332,13 @@ class Lane:
         """
         held = self._pop(claim)
         self._failed_here.add(claim.shard)
+        self._record(claim, error)
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= FAILURES_BEFORE_SELF_CHECK:
+            with self.extractor.device_lock:
+                self.self_check()
+
+    def _record(self, claim: Claim, error: BaseException) -> None:
         failure = {
             "lane": self.name,
             "host": host_name(),
@@ -331,10 +352,14 @@ class Lane:
             "failed_at": now(),
         }
         self.catalog.fail(claim, failure)
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= FAILURES_BEFORE_SELF_CHECK:
-            with self.extractor.device_lock:
-                self.self_check()
+
+    def _end_if_wedged(self) -> None:
+        """Record what hangs, and end the process: its shards may be claimed at once."""
+        if reason := wedged(self.clock):
+            for held in list(self._held.values()):
+                with contextlib.suppress(LayertapError):
+                    self._record(held.claim, DeviceError(f"{device_name(self.device)}: {reason}"))
+            kill_process_group()
 
     def check_stopped(self) -> None:
         """Raise StoppedError when the run was told to stop or the lane is closing."""
@@ -345,6 +370,7 @@ class Lane:
         counter = 0
         while not self._ending.wait(BEAT_S):
             counter += 1
+            self._end_if_wedged()
             try:
                 self._beat(counter)
             except Exception:  # whatever it is, silence would look like death

@@ -42,6 +42,9 @@ class Clock:
         self._entered: Counter[SpentOn] = Counter()
         self._seconds: dict[SpentOn, float] = dict.fromkeys(SPENT_ON, 0.0)
         self._booked_until = now()
+        self._entered_at: dict[SpentOn, float] = {}
+        self._num_over: Counter[SpentOn] = Counter()
+        self._over_s: dict[SpentOn, float] = dict.fromkeys(SPENT_ON, 0.0)
 
     @contextmanager
     def spent(self, on: SpentOn) -> Iterator[None]:
@@ -59,10 +62,25 @@ class Clock:
             self._book()
             return {on: spent_s for on, spent_s in self._seconds.items() if spent_s}
 
+    def open_s(self, on: SpentOn) -> float:
+        """Seconds since the oldest block of `on` was entered that hasn't been left; 0 if there is none."""
+        with self._lock:
+            return self._now() - self._entered_at[on] if self._entered[on] else 0.0
+
+    def mean_s(self, on: SpentOn) -> float:
+        """Mean seconds of the blocks of `on` that are over; 0 before the first."""
+        with self._lock:
+            return self._over_s[on] / max(self._num_over[on], 1)
+
     def _turn(self, on: SpentOn, change: int) -> None:
         with self._lock:
             self._book()
             self._entered[on] += change
+            if (change, self._entered[on]) == (1, 1):
+                self._entered_at[on] = self._booked_until
+            if self._entered[on] == 0:
+                self._num_over[on] += 1
+                self._over_s[on] += self._booked_until - self._entered_at[on]
 
     def _book(self) -> None:
         until = self._now()

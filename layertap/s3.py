@@ -1,8 +1,9 @@
 """How a bucket is reached: its settings, credentials from a boto3 session, and the clients made of both."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -115,6 +116,21 @@ class Bucket:
             client_options=_client_options(settings),
             retry_config=retry,
             **config,
+        )
+
+    def open_uploads(self) -> Iterator[tuple[str, str, datetime]]:
+        """Path, id and time of the root's multipart uploads that are neither completed nor aborted."""
+        prefix = f"{self.settings.prefix}/" if self.settings.prefix else ""
+        pages = self._client_of_process().get_paginator("list_multipart_uploads")
+        for page in pages.paginate(Bucket=self.settings.bucket, Prefix=prefix):
+            for upload in page.get("Uploads", []):
+                yield upload["Key"].removeprefix(prefix), upload["UploadId"], upload["Initiated"]
+
+    def abort(self, path: str, upload_id: str) -> None:
+        """Abort a multipart upload."""
+        key = f"{self.settings.prefix}/{path}".lstrip("/")
+        self._client_of_process().abort_multipart_upload(
+            Bucket=self.settings.bucket, Key=key, UploadId=upload_id
         )
 
     def range_after_fork(self, path: str, offset: int, nbytes: int) -> bytes:

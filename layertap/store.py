@@ -5,15 +5,19 @@ obstore does the work without holding the GIL; its errors become layertap's here
 
 import contextlib
 import os
+import random
+import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cached_property
+from datetime import UTC, datetime, timedelta
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.request import url2pathname
 
+from obstore.exceptions import BaseError
 from obstore.store import LocalStore, S3Store
 
 from layertap.errors import (
@@ -43,10 +47,15 @@ __all__ = [
 
 Buffer = bytes | bytearray | memoryview
 
+_T = TypeVar("_T")
+
 PART_BYTES = 32 << 20
 """Size of a part of a multipart upload; 10,000 of them make 320 GB, more than any object of a root."""
 
 PARTS_AT_ONCE = 4
+
+TEMPORARY = re.compile(r".+#\d+")
+"""Names of files that obstore, and this module, write before they have their own."""
 
 UNCOUNTED = 1_000_000
 """Retries end by their time alone: how many fit into it depends on jitter."""
@@ -62,12 +71,39 @@ PATIENT: "RetryConfig" = {
 }
 """Rides out a restart of the store. Retries use jitter and a fresh body."""
 
+CUT_OFF = "request or response body error"
+
+WAITS_S = (0.2, 0.6, 1.8, 5.0, *[10.0] * 60)
+"""The longest waits between tries whose reply was cut off; each is drawn from below it."""
+
 BRIEF: "RetryConfig" = {
     **PATIENT,
     "retry_timeout": timedelta(seconds=20),
     "backoff": {**PATIENT["backoff"], "max_backoff": timedelta(seconds=2)},
 }
 """For the check before a run, where a wrong address must show soon."""
+
+
+NO_CONDITION = (
+    "it takes no notice of `If-None-Match: *`, without which two lanes could both commit a shard: use one "
+    "that honours it, such as AWS S3 or SeaweedFS, or a folder"
+)
+
+UNKNOWN_HEADER = re.compile(r"\[(InvalidArgument|InvalidRequest|NotImplemented)\]")
+
+CHECKSUM_HINT = (
+    ". If it knows no checksum headers, set request_checksum_calculation to when_required "
+    "(AWS_REQUEST_CHECKSUM_CALCULATION, or in the block's client config)"
+)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A multipart upload that was begun and neither completed nor aborted."""
+
+    path: str
+    upload_id: str
+    begun_at: datetime
 
 
 @dataclass(frozen=True)
@@ -77,6 +113,9 @@ class ObjectInfo:
     path: str
     size: int
     e_tag: str | None
+
+    modified_at: datetime
+    """By the clock of the store."""
 
 
 def crc64nvme(data: Buffer, previous: int = 0) -> int:
@@ -184,7 +223,11 @@ class Store:
         with self._mapped("put", path):
             if isinstance(self._root, Path):
                 self._root.mkdir(parents=True, exist_ok=True)
-            self._objects.put(path, data, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+            put = partial(self._objects.put, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+            if isinstance(data, memoryview):
+                self._patiently(lambda: put(path, data))
+            else:  # pieces come once
+                put(path, data)
             if durable and (target := self.local_path(path)):
                 _sync(target)
                 self._sync_folders(target)
@@ -199,7 +242,8 @@ class Store:
             if target := self.local_path(path):
                 self._create_file(target, data)
             else:
-                self._objects.put(path, memoryview(data).cast("B"), mode="create")
+                view = memoryview(data).cast("B")
+                self._patiently(lambda: self._objects.put(path, view, mode="create"))
 
     def get(self, path: str) -> bytes:
         """The object's bytes.
@@ -208,7 +252,7 @@ class Store:
             NotFoundError: there is no such object.
         """
         with self._mapped("get", path):
-            return self._objects.get(path).bytes().to_bytes()
+            return self._patiently(lambda: self._objects.get(path).bytes().to_bytes())
 
     def get_range(self, path: str, offset: int, nbytes: int) -> Buffer:
         """`nbytes` bytes of the object from `offset`, in one request; read-only.
@@ -239,7 +283,7 @@ class Store:
         """
         with self._mapped("head", path):
             meta = self._objects.head(path)
-        return ObjectInfo(path, meta["size"], meta["e_tag"])
+        return _info({**meta, "path": path})
 
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""
@@ -254,7 +298,7 @@ class Store:
         with self._mapped("list", prefix):
             if self._is_missing:
                 return []
-            found = self._objects.list_with_delimiter(prefix)["common_prefixes"]
+            found = self._patiently(lambda: self._objects.list_with_delimiter(prefix))["common_prefixes"]
         return sorted(path.rpartition("/")[2] for path in found)
 
     def names(self, prefix: str) -> list[str]:
@@ -262,7 +306,7 @@ class Store:
         with self._mapped("list", prefix):
             if self._is_missing:
                 return []
-            found = self._objects.list_with_delimiter(prefix)["objects"]
+            found = self._patiently(lambda: self._objects.list_with_delimiter(prefix))["objects"]
         return sorted(meta["path"].rpartition("/")[2] for meta in found)
 
     def list(self, prefix: str) -> list[ObjectInfo]:
@@ -270,8 +314,8 @@ class Store:
         with self._mapped("list", prefix):
             if self._is_missing:
                 return []
-            found = [meta for page in self._objects.list(prefix) for meta in page]
-        return sorted((ObjectInfo(m["path"], m["size"], m["e_tag"]) for m in found), key=lambda o: o.path)
+            found = self._patiently(lambda: [meta for page in self._objects.list(prefix) for meta in page])
+        return sorted(map(_info, found), key=lambda o: o.path)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete the objects; those that are missing are no error."""
@@ -284,7 +328,35 @@ class Store:
                 for path in paths:
                     (self._root / path).unlink(missing_ok=True)
             else:
-                self._objects.delete(paths)
+                self._patiently(lambda: self._objects.delete(paths))
+
+    def open_uploads(self) -> Sequence[Upload]:
+        """Multipart uploads under this root that nobody has ended, by path; none on a folder."""
+        if isinstance(self._root, Path):
+            return []
+        with self._mapped("list the uploads of", "data"):
+            return [Upload(*found) for found in self._root.open_uploads()]
+
+    def abort(self, upload: Upload) -> None:
+        """End a multipart upload and free its parts."""
+        assert not isinstance(self._root, Path)
+        with self._mapped("abort the upload of", upload.path):
+            self._root.abort(upload.path, upload.upload_id)
+
+    def temporary_files(self) -> Sequence[ObjectInfo]:
+        """Files that writers who died left on a folder, under names that no list shows; none on S3."""
+        if not isinstance(self._root, Path) or self._is_missing:
+            return []
+        found = [path for path in self._root.rglob("*") if TEMPORARY.fullmatch(path.name) and path.is_file()]
+        return [
+            ObjectInfo(
+                path=str(path.relative_to(self._root)),
+                size=path.stat().st_size,
+                e_tag=None,
+                modified_at=datetime.fromtimestamp(path.stat().st_mtime, UTC),
+            )
+            for path in sorted(found)
+        ]
 
     def local_path(self, path: str) -> Path | None:
         """The file behind an object on a folder; None on S3."""
@@ -306,7 +378,7 @@ class Store:
         self._try("range get", lambda: quick.get_range(path, 3, 9) == body[3:12])
         self._try("list", lambda: path in [o.path for o in quick.list("check")])
         self._try("create-once", lambda: quick.create(once, body))
-        self._try("create-once on an existing object", lambda: _refuses_second(quick, once))
+        self._try("create-once on an existing object", lambda: _refuse_second(quick, once))
         self._try("delete", lambda: quick.delete([path, once]))
         self._try("head after delete", lambda: not quick.exists(path))
 
@@ -315,7 +387,8 @@ class Store:
             result = operation()
         except (StoreError, IntegrityError) as error:
             kind = StoreError if type(error) is StoreError else StoreRefusedError
-            raise kind(f"the store {self.uri} fails at {name}: {error}") from error
+            hint = CHECKSUM_HINT if UNKNOWN_HEADER.search(str(error)) else ""
+            raise kind(f"the store {self.uri} fails at {name}: {error}{hint}") from error
         if result is False:
             raise StoreRefusedError(
                 f"the store {self.uri} fails at {name}: the answer is not what was asked for"
@@ -342,13 +415,25 @@ class Store:
             )
         return self._opened
 
+    def _patiently(self, operation: Callable[[], _T]) -> _T:
+        """Repeat an operation whose reply was cut off: obstore's retries end with a reply's first bytes."""
+        deadline = time.monotonic() + self._retry["retry_timeout"].total_seconds()
+        for wait_s in WAITS_S:
+            try:
+                return operation()
+            except BaseError as error:
+                if CUT_OFF not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(random.uniform(0, wait_s))
+        return operation()
+
     def _read_range(self, path: str, offset: int, nbytes: int) -> Buffer:
         if isinstance(self._root, Path):
             with (self._root / path).open("rb") as file:
                 return os.pread(file.fileno(), nbytes, offset)
         if _forked():
             return self._root.range_after_fork(path, offset, nbytes)
-        return memoryview(self._opened.get_range(path, start=offset, length=nbytes))
+        return memoryview(self._patiently(lambda: self._opened.get_range(path, start=offset, length=nbytes)))
 
     @contextlib.contextmanager
     def _mapped(self, verb: str, path: str) -> Iterator[None]:
@@ -403,6 +488,10 @@ def _path_of(uri: str) -> str:
     return url2pathname(slash + path)
 
 
+def _info(meta: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"])
+
+
 def _check_path(path: str) -> None:
     if any(part in ("", ".", "..") for part in path.split("/")):
         raise StoreRefusedError(f"path {path!r} is not a plain relative path; it could leave the root")
@@ -416,9 +505,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _refuses_second(store: Store, path: str) -> bool:
-    try:
+def _refuse_second(store: Store, path: str) -> None:
+    with contextlib.suppress(AlreadyExistsError):
         store.create(path, b"second")
-    except AlreadyExistsError:
-        return True
-    return False
+        raise StoreRefusedError(NO_CONDITION)

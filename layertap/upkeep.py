@@ -8,6 +8,7 @@ from layertap.errors import InputError
 
 if TYPE_CHECKING:
     from layertap.catalog import Catalog
+    from layertap.garbage import Garbage
 
 root_argument = click.argument("root")
 
@@ -81,3 +82,59 @@ def _chosen(catalog: "Catalog", plan_id: str, shards: tuple[int, ...], all_shard
     if unknown := sorted(set(shards) - set(there)):
         raise InputError(f"plan {plan_id} has no shard {unknown[0]}; its shards are 0 to {there[-1]}")
     return there if all_shards else sorted(set(shards))
+
+
+delete_option = click.option("--delete", is_flag=True, help="Delete it; without, it is only listed.")
+
+
+@click.command()
+@root_argument
+@click.option(
+    "--older-than",
+    "hours",
+    type=click.FloatRange(min=0),
+    default=24.0,
+    show_default=True,
+    help="Hours since the last change, so that nothing goes that is being written.",
+)
+@delete_option
+def gc(root: str, hours: float, delete: bool) -> None:
+    """List what crashed lanes left in ROOT and nothing names any more, or delete it.
+
+    Files of tries that were not committed, once their shard has an outcome or is withdrawn; temporary files;
+    multipart uploads that nobody ended. What an outcome or a version names stays.
+    """
+    from datetime import timedelta
+
+    from layertap.garbage import find_garbage
+    from layertap.store import Store
+
+    _show(find_garbage(Store.open(root), older_than=timedelta(hours=hours)), delete)
+
+
+@click.command()
+@root_argument
+@click.option("--keep-versions", "num_kept", type=click.IntRange(min=1), required=True, help="How many stay.")
+@delete_option
+def prune(root: str, num_kept: int, delete: bool) -> None:
+    """List the versions of ROOT older than the newest few, or delete them.
+
+    The newest complete one stays too. Hidden states stay where an outcome names them; `gc` takes the others.
+    """
+    from layertap.garbage import old_versions
+    from layertap.store import Store
+
+    _show(old_versions(Store.open(root), num_kept=num_kept), delete)
+
+
+def _show(garbage: "Garbage", delete: bool) -> None:
+    for path, why in garbage.reasons.items():
+        click.echo(f"{path}: {why}")
+    click.echo(str(garbage))
+    for note in garbage.notes:
+        click.echo(note)
+    if delete:
+        garbage.delete()
+        click.echo("deleted")
+    elif garbage.reasons:
+        click.echo("Nothing was deleted: add --delete to do it.")

@@ -1,0 +1,185 @@
+"""A proxy in front of a real S3 server that does to requests what networks and busy stores do. Plain HTTP.
+
+It hands on what clients signed, the Host header included, so the server behind checks every signature.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPResponse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+PIECE_BYTES = 64 << 10
+
+HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
+
+
+@dataclass
+class Faults:
+    """What goes wrong, as shares of all requests; may be changed while the proxy runs."""
+
+    slow_down: float = 0.0
+    """Answered 503 SlowDown after the body was read."""
+
+    cut_upload: float = 0.0
+    """The connection ends half-way through the request's body; the server sees nothing of it."""
+
+    lost_reply: float = 0.0
+    """The server does what was asked, and nobody answers."""
+
+    cut_reply: float = 0.0
+    """The connection ends half-way through the reply's body."""
+
+    bytes_per_s: float | None = None
+    """Of all uploads together."""
+
+    refuses_checksums: bool = False
+    """Uploads with a checksum header are refused, as by stores that don't know them."""
+
+    ignores_conditions: bool = False
+    """A put that may only create succeeds where the object exists."""
+
+    expired_keys: set[str] = field(default_factory=set)
+    """Access keys answered with ExpiredToken."""
+
+    def share(self) -> float:
+        """Of requests that fail."""
+        return self.slow_down + self.cut_upload + self.lost_reply + self.cut_reply
+
+
+class Proxy:
+    """The proxy, its faults, and what it did so far."""
+
+    def __init__(
+        self, upstream_port: int, faults: Faults | None = None, *, port: int = 0, seed: int = 0
+    ) -> None:
+        self.faults = faults or Faults()
+        self.counts: Counter[str] = Counter()
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._upload_ends_at = 0.0
+        proxy = self
+
+        class Handler(_Handler):
+            upstream = ("127.0.0.1", upstream_port)
+
+        Handler.proxy = proxy
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server.daemon_threads = True
+        self.endpoint_url = f"http://127.0.0.1:{self._server.server_port}"
+
+    @contextmanager
+    def running(self) -> Iterator["Proxy"]:
+        """Serve in threads of this process."""
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def draw(self) -> str | None:
+        """The fault of the next request."""
+        with self._lock:
+            self.counts["requests"] += 1
+            point = self._random.random()
+            for name in ("slow_down", "cut_upload", "lost_reply", "cut_reply"):
+                point -= getattr(self.faults, name)
+                if point < 0:
+                    self.counts[name] += 1
+                    return name
+        return None
+
+    def throttle(self, num_bytes: int) -> None:
+        """Wait as long as these bytes take on a line that all uploads share."""
+        if not self.faults.bytes_per_s:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._upload_ends_at = max(now, self._upload_ends_at) + num_bytes / self.faults.bytes_per_s
+            wait_s = self._upload_ends_at - now
+        time.sleep(wait_s)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    proxy: Proxy
+    upstream: tuple[str, int]
+
+    def _handle(self) -> None:
+        fault, faults = self.proxy.draw(), self.proxy.faults
+        length = int(self.headers.get("Content-Length", 0))
+        if fault == "cut_upload":
+            self.rfile.read(length // 2)
+            return self._hang_up()
+        body = self._body(length)
+        key = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
+        checksums = [
+            n for n in self.headers if n.lower().startswith(("x-amz-checksum", "x-amz-sdk-checksum"))
+        ]
+        if fault == "slow_down":
+            return self._refuse(503, "SlowDown")
+        if key in faults.expired_keys:
+            return self._refuse(400, "ExpiredToken")
+        if faults.refuses_checksums and checksums and self.command == "PUT":
+            return self._refuse(400, "InvalidArgument")
+        reply = self._ask(body)
+        data = reply.read()
+        if fault == "lost_reply":
+            return self._hang_up()
+        if faults.ignores_conditions and reply.status in (409, 412):
+            reply.status, data = 200, b""
+            reply.headers["ETag"] = '"none"'
+        self._answer(reply, data, cut=fault == "cut_reply")
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle
+
+    def _body(self, length: int) -> bytes:
+        pieces = []
+        while length:
+            pieces.append(self.rfile.read(min(PIECE_BYTES, length)))
+            length -= len(pieces[-1])
+            self.proxy.throttle(len(pieces[-1]))
+        return b"".join(pieces)
+
+    def _ask(self, body: bytes) -> HTTPResponse:
+        connection = HTTPConnection(*self.upstream, timeout=120)
+        connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            if name.lower() not in HOP_BY_HOP | {"expect"}:
+                connection.putheader(name, value)
+        connection.endheaders(body or None)
+        return connection.getresponse()
+
+    def _answer(self, reply: HTTPResponse, data: bytes, *, cut: bool) -> None:
+        self.send_response_only(reply.status)
+        is_head = self.command == "HEAD"
+        for name, value in reply.getheaders():
+            if name.lower() not in HOP_BY_HOP | {"content-length"} or (is_head and name == "Content-Length"):
+                self.send_header(name, value)
+        if not is_head:
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if cut else data)
+        if cut:
+            self._hang_up()
+
+    def _refuse(self, status: int, code: str) -> None:
+        data = b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
+        self.send_response_only(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _hang_up(self) -> None:
+        self.close_connection = True
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""

@@ -1,0 +1,182 @@
+"""`make soak`: runs through a failing network, their lanes killed at random; every row must come out once.
+
+Lanes are processes on the library alone, without a scheduler, forked from a server that has torch imported:
+they start in a moment, and kills follow each other as fast. Beats come every three seconds.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import layertap.coordinator
+import layertap.lane
+from layertap import HiddenStates
+from layertap.coordinator import Run, RunSettings, Watch
+from layertap.garbage import find_garbage
+from layertap.lane import Lane, extract_in_threads
+from layertap.object_server import ObjectServer, ServerPorts
+from layertap.store import Store
+from layertap.verify import verify_root
+from tests.models import saved, tiny_llama
+from tests.proxy import Faults, Proxy
+from tests.runs import plain_states, save_rows, settings_for, some_rows
+
+BEAT_S = 3.0
+BUCKET = "soak"
+LANES_END_S = 60.0
+MAX_STARTS = 6
+"""Times the same run is started before its rows count as lost."""
+
+GAP_S = (3.0, 8.0)
+"""Seconds between two kills, drawn from between these: a lane starts in less than the first."""
+
+
+def lane_process(uri: str, plan_id: str, run: str, target: str, name: str) -> None:
+    """A lane, from its first look for work to its last shard."""
+    layertap.lane.BEAT_S = BEAT_S
+    lane = Lane.open(Store.open(uri), plan_id, run=run, target=target, name=name)
+    if lane is not None:
+        with lane:
+            extract_in_threads(lane)
+
+
+@dataclass
+class Soak:
+    """One run and what was done to it."""
+
+    number: int
+    settings: RunSettings
+    uri: str
+    num_lanes: int
+    num_kills: int
+    draw: random.Random
+    lanes: list[BaseProcess] = field(default_factory=list)
+    num_killed: int = 0
+    num_started: int = 0
+    num_starts: int = 0
+    kill_due: float = 0.0
+
+    def go(self) -> None:
+        """Start the run as often as it takes, as a user would."""
+        while self.num_starts < MAX_STARTS:
+            self.num_starts += 1
+            run = Run.prepare(Store.open(self.uri), self.settings)
+            if run.plan is None:
+                break
+            watch = run.watch()
+            self._work(run, watch)
+            if run.publish(watch).version.complete:
+                break
+
+    def _work(self, run: Run, watch: Watch) -> None:
+        assert run.plan is not None
+        self.kill_due = time.monotonic() + self.draw.uniform(*GAP_S)
+        while not watch.poll().finished:
+            self.lanes = [lane for lane in self.lanes if lane.is_alive()]
+            while len(self.lanes) < self.num_lanes:
+                self._start(run, run.plan.plan_id)
+            if self.num_killed < self.num_kills and time.monotonic() > self.kill_due:
+                self.draw.choice(self.lanes).kill()
+                self.num_killed += 1
+                self.kill_due = time.monotonic() + self.draw.uniform(*GAP_S)
+            time.sleep(0.3)
+        deadline = time.monotonic() + LANES_END_S
+        for lane in self.lanes:
+            lane.join(max(0.0, deadline - time.monotonic()))
+            assert not lane.is_alive(), f"{lane.name} doesn't end though no work is left"
+
+    def _start(self, run: Run, plan_id: str) -> None:
+        name = f"lane-{self.num_started}"
+        self.num_started += 1
+        arguments = (self.uri, plan_id, run.run_id, self.settings.target, name)
+        lane = multiprocessing.get_context("forkserver").Process(
+            target=lane_process, args=arguments, name=name
+        )
+        lane.start()
+        self.lanes.append(lane)
+
+    def check(self, store: Store, rows: list[dict[str, Any]], model: Any) -> dict[str, int]:
+        """Everything promised, seen without the proxy."""
+        attempts = {info.path.rsplit("/", 1)[0] for info in store.list("plans") if "/data/" in info.path}
+        verify_root(store, num_rows=None).check()
+        read = HiddenStates(store)
+        assert [read[i]["row"] for i in range(len(read))] == list(range(len(rows)))
+        for i in self.draw.sample(range(len(rows)), 20):
+            assert read[i]["input_ids"].tolist() == rows[i]["input_ids"]
+            layers, _ = plain_states(model, rows[i]["input_ids"])
+            assert (read[i]["hidden_states"] - layers).abs().max() < 1e-3
+        assert Run.prepare(store, self.settings).plan is None, "a second run would compute something again"
+        garbage = find_garbage(store, older_than=timedelta(0))
+        garbage.delete()
+        verify_root(store, num_rows=None).check()
+        outcomes = sum(info.path.endswith(".outcome") for info in store.list("plans"))
+        return {"shards": outcomes, "tries": len(attempts), "garbage": len(garbage.reasons)}
+
+
+def main() -> None:
+    """Run it."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=1003)
+    parser.add_argument("--lanes", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--share", type=float, default=0.2, help="of store calls that fail")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    layertap.coordinator.BEAT_S = BEAT_S
+    multiprocessing.set_forkserver_preload(["tests.soak"])
+    with tempfile.TemporaryDirectory() as folder:
+        server = ObjectServer.start(Path(folder) / "objects", ports=ServerPorts.free(), buckets=[BUCKET])
+        try:
+            part = options.share / 20
+            faults = Faults(slow_down=8 * part, cut_upload=4 * part, lost_reply=4 * part, cut_reply=4 * part)
+            with Proxy(server.ports.s3, faults, seed=options.seed).running() as proxy:
+                os.environ |= {**server.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}
+                soak(options, Path(folder), server, proxy)
+        finally:
+            server.stop()
+
+
+def soak(options: Any, folder: Path, server: ObjectServer, proxy: Proxy) -> None:
+    """All runs; a line of JSON for each."""
+    model = tiny_llama()
+    rows = some_rows(options.rows)
+    settings = settings_for(save_rows(rows, folder / "rows"), saved(model, folder / "target"))
+    for number in range(options.runs):
+        before, start = proxy.counts.copy(), time.monotonic()
+        draw = random.Random(options.seed * 1000 + number)
+        run = Soak(number, settings, f"s3://{BUCKET}/run-{number}", options.lanes, options.kills, draw)
+        run.go()
+        elapsed_s = time.monotonic() - start
+        direct = Store.s3(server.settings(BUCKET, prefix=f"run-{number}"), server.session())
+        found = run.check(direct, rows, model)
+        left = [p.pid for p in psutil.Process().children(recursive=True) if "lane-" in " ".join(p.cmdline())]
+        done = proxy.counts - before
+        line = {
+            "run": number,
+            "seconds": round(elapsed_s),
+            "kills": run.num_killed,
+            "lanes started": run.num_started,
+            "starts": run.num_starts,
+            "requests": done["requests"],
+            "failed": sum(done.values()) - done["requests"],
+            **found,
+            "processes left": len(left) + sum(lane.is_alive() for lane in run.lanes),
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""What dead writers left goes, what counts or may come to count stays; nothing goes unless told so."""
+
+import secrets
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from layertap.catalog import Catalog
+from layertap.cli import main
+from layertap.garbage import find_garbage, old_versions
+from layertap.store import Store
+from layertap.verify import verify_root
+from layertap.versions import Versions
+from tests.stored import (
+    claimed,
+    dataset_of,
+    extract,
+    new_catalog,
+    plan_for,
+    publish,
+    some_rows,
+    write_attempt,
+)
+
+NOW = timedelta(0)
+
+
+def test_only_tries_of_settled_shards_that_nothing_names_are_garbage(store: Store, tmp_path: Path) -> None:
+    catalog = new_catalog(store)
+    dataset, scan = dataset_of(some_rows(20), tmp_path / "rows.parquet")
+    plan = plan_for(dataset, scan, catalog)
+    for shard in (0, 1):  # of a lane that died; then shard 0 is committed by another, shard 1 isn't
+        write_attempt(catalog, claimed(catalog, plan, shard), attempt=f"dead-{shard}")
+    winner = claimed(catalog, plan, 0, 2)
+    catalog.commit(winner, write_attempt(catalog, winner, attempt="winner"))
+
+    garbage = find_garbage(store, older_than=NOW)
+    assert garbage.reasons
+    assert all("/00000/dead-0/" in path for path in garbage.reasons)
+    assert "layertap void" in garbage.notes[0]
+    assert not find_garbage(store).reasons, "young files may be in the making"
+
+    garbage.delete()
+    assert not find_garbage(store, older_than=NOW).reasons
+    verify_root(store, num_rows=None).check()
+    catalog.void(plan.plan_id, 1, reason="a test")
+    assert all("/00001/dead-1/" in path for path in find_garbage(store, older_than=NOW).reasons)
+
+
+def test_files_of_a_withdrawn_shard_stay_as_long_as_a_version_names_them(
+    store: Store, tmp_path: Path
+) -> None:
+    catalog = new_catalog(store)
+    dataset, scan = dataset_of(some_rows(20), tmp_path / "rows.parquet")
+    plan = plan_for(dataset, scan, catalog)
+    extract(catalog, plan)
+    publish(catalog, dataset, scan)
+    catalog.void(plan.plan_id, 0, reason="a test")
+    assert not find_garbage(store, older_than=NOW).reasons
+
+    extract(catalog, plan_for(dataset, scan, catalog))
+    assert publish(catalog, dataset, scan, parent=1).number == 2
+    assert not find_garbage(store, older_than=NOW).reasons
+    old_versions(store, num_kept=1).delete()
+    assert Versions(store).numbers() == [2]
+    garbage = find_garbage(store, older_than=NOW)
+    assert garbage.reasons
+    garbage.delete()
+    verify_root(store, num_rows=None).check()
+
+
+def test_the_newest_complete_version_is_kept_whatever_is_asked(store: Store, tmp_path: Path) -> None:
+    catalog = new_catalog(store)
+    for number, num_rows in enumerate((5, 10, 15)):
+        dataset, scan = dataset_of(some_rows(num_rows), tmp_path / f"{number}.parquet")
+        plan = plan_for(dataset, scan, catalog)
+        extract(catalog, plan, shards=range(len(plan.shards) - (num_rows == 15)))
+        publish(catalog, dataset, scan, parent=number or None)
+    assert [Versions(store).get(n).complete for n in (1, 2, 3)] == [True, True, False]
+    garbage = old_versions(store, num_kept=1)
+    assert list(garbage.reasons) == ["versions/1.json"]
+
+
+def test_temporary_files_of_killed_writers_are_found(folder_store: Store) -> None:
+    new_catalog(folder_store)
+    left = folder_store.local_path("plans/p/data/00000/a/batch-00000.safetensors")
+    assert left is not None
+    left.parent.mkdir(parents=True)
+    left.with_name("batch-00000.safetensors#17").write_bytes(b"half")
+    garbage = find_garbage(folder_store, older_than=NOW)
+    assert list(garbage.reasons) == ["plans/p/data/00000/a/batch-00000.safetensors#17"]
+    garbage.delete()
+    assert not find_garbage(folder_store, older_than=NOW).reasons
+
+
+def test_uploads_that_nobody_ended_are_aborted_under_this_root_alone(s3_store: Store) -> None:
+    new_catalog(s3_store)
+    bucket = s3_store._root
+    client = bucket._client_of_process()  # type: ignore[union-attr]
+    name = bucket.settings.bucket  # type: ignore[union-attr]
+    prefix = bucket.settings.prefix  # type: ignore[union-attr]
+    stranger = f"elsewhere-{secrets.token_hex(4)}/data"
+    for key in (f"{prefix}/plans/p/data/00000/a/batch-00000.safetensors", stranger):
+        client.create_multipart_upload(Bucket=name, Key=key)
+    garbage = find_garbage(s3_store, older_than=NOW)
+    assert list(garbage.reasons) == ["plans/p/data/00000/a/batch-00000.safetensors"]
+    assert not find_garbage(s3_store).reasons
+    garbage.delete()
+    assert not find_garbage(s3_store, older_than=NOW).reasons
+    left = client.list_multipart_uploads(Bucket=name, Prefix=stranger)["Uploads"]
+    assert [upload["Key"] for upload in left] == [stranger]
+
+
+@pytest.mark.parametrize("command", [["gc", "--older-than", "0"], ["prune", "--keep-versions", "1"]])
+def test_commands_delete_only_when_told(folder_store: Store, tmp_path: Path, command: list[str]) -> None:
+    catalog: Catalog = new_catalog(folder_store)
+    for number in (1, 2):
+        dataset, scan = dataset_of(some_rows(5 * number), tmp_path / f"{number}.parquet")
+        plan = plan_for(dataset, scan, catalog)
+        write_attempt(catalog, claimed(catalog, plan, 0, 7), attempt="dead")
+        extract(catalog, plan)
+        publish(catalog, dataset, scan, parent=number - 1 or None)
+    before = [info.path for info in folder_store.list("plans") + folder_store.list("versions")]
+    name, *options = command
+    shown = CliRunner().invoke(main, [name, folder_store.uri, *options])
+    assert shown.exit_code == 0, shown.output
+    assert "add --delete to do it" in shown.output
+    assert [info.path for info in folder_store.list("plans") + folder_store.list("versions")] == before
+    done = CliRunner().invoke(main, [name, folder_store.uri, *options, "--delete"])
+    assert done.exit_code == 0, done.output
+    after = [info.path for info in folder_store.list("plans") + folder_store.list("versions")]
+    assert len(after) < len(before)
+    verify_root(folder_store, num_rows=None).check()
