@@ -359,7 +359,7 @@ class Run:
             shards: of an unfinished plan, those to try again after they failed; all of them by default.
 
         Raises:
-            StoreRefusedError: the store lacks a permission or a feature that the run needs.
+            StoreRefusedError: the store lacks a permission, a feature or the room that the run needs.
             DatasetError, TargetError, SpecError, TooManyRefusedError: the input can't be extracted as asked.
             SpecMismatchError: the root belongs to another extraction.
         """
@@ -373,13 +373,14 @@ class Run:
         )
         rows = preview.scan.unique(settled=catalog.settled().keys)
         plan = preview.plan(rows)
-        record = None
+        record, cost = None, preview.estimate(plan)
         if len(rows):
+            store.check_space(cost.data_bytes)
             record = take_up(
                 catalog,
                 plan,
                 lambda k: preview.dataset.input_ids(int(rows[plan.rows[k]]))[: preview.spec.max_length],
-                max_batch_bytes=preview.estimate(plan).max_batch_bytes,
+                max_batch_bytes=cost.max_batch_bytes,
                 shards=shards,
             )
         table = preview.table(plan)

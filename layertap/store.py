@@ -8,6 +8,7 @@ import os
 import random
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -381,6 +382,22 @@ class Store:
         self._try("create-once on an existing object", lambda: _refuse_second(quick, once))
         self._try("delete", lambda: quick.delete([path, once]))
         self._try("head after delete", lambda: not quick.exists(path))
+
+    def check_space(self, num_bytes: int) -> None:
+        """Refuse to begin what a folder's disk has no room for; the quota of a bucket can't be asked for.
+
+        Raises:
+            StoreRefusedError: says how much is free, and how much is needed.
+        """
+        if not isinstance(self._root, Path):
+            return
+        there = next(folder for folder in (self._root, *self._root.parents) if folder.exists())
+        free = shutil.disk_usage(there).free
+        if free < num_bytes:
+            raise StoreRefusedError(
+                f"{self.uri} has {free / 1e9:,.1f} GB free, and {num_bytes / 1e9:,.1f} GB are to be stored: "
+                "make room, take another folder, or extract fewer layers or rows"
+            )
 
     def _try(self, name: str, operation: Callable[[], object]) -> None:
         try:

@@ -1,5 +1,6 @@
 """A run from its plan to its version, on a real store with a real small target, without a scheduler."""
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from layertap.errors import (
     InputError,
     SpecError,
     SpecMismatchError,
+    StoreRefusedError,
     TooManyRefusedError,
 )
 from layertap.plan import PlanSettings
@@ -243,6 +245,17 @@ def test_another_extraction_needs_another_root(folder_store: Store, tmp_path: Pa
     Run.prepare(folder_store, settings_for(dataset, target))
     with pytest.raises(SpecMismatchError, match=r"layer_ids: \[0, 2, 3\] here, \[0, 1\] asked"):
         Run.prepare(folder_store, settings_for(dataset, target, layer_ids=(0, 1)))
+
+
+def test_a_folder_without_room_is_refused_before_any_work(
+    folder_store: Store, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    settings = settings_for(save_rows(some_rows(20), tmp_path / "rows"), target)
+    with pytest.raises(StoreRefusedError, match="has 0.0 GB free, and .* GB are to be stored: make room"):
+        Run.prepare(folder_store, settings)
+    assert not folder_store.list("plans")
 
 
 def test_a_layer_that_is_not_there_is_refused_with_the_range(tmp_path: Path, target: str) -> None:
