@@ -332,13 +332,13 @@ class Lane:
         """
         held = self._pop(claim)
         self._failed_here.add(claim.shard)
-        self._record(claim, error)
+        self._record(held, error)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= FAILURES_BEFORE_SELF_CHECK:
             with self.extractor.device_lock:
                 self.self_check()
 
-    def _record(self, claim: Claim, error: BaseException) -> None:
+    def _record(self, held: _Held, error: BaseException) -> None:
         failure = {
             "lane": self.name,
             "host": host_name(),
@@ -346,19 +346,19 @@ class Lane:
             "error": f"{type(error).__name__}: {error}",
             "traceback": "".join(traceback.format_exception(error)),
             "log": self._log_tail.text,
-            "claim": claim.number,
+            "claim": held.claim.number,
             "attempt": held.attempt,
             "num_rows": held.num_rows,
             "failed_at": now(),
         }
-        self.catalog.fail(claim, failure)
+        self.catalog.fail(held.claim, failure)
 
     def _end_if_wedged(self) -> None:
         """Record what hangs, and end the process: its shards may be claimed at once."""
         if reason := wedged(self.clock):
             for held in list(self._held.values()):
                 with contextlib.suppress(LayertapError):
-                    self._record(held.claim, DeviceError(f"{device_name(self.device)}: {reason}"))
+                    self._record(held, DeviceError(f"{device_name(self.device)}: {reason}"))
             kill_process_group()
 
     def check_stopped(self) -> None:
