@@ -28,11 +28,15 @@ def test_import_is_light():
 
 
 def test_library_does_not_need_prefect():
+    plugs_into = {"triton", "modelopt", "specforge", "speculators", "hs_connectors"}
     code = (
         "import sys; sys.modules['prefect'] = None; sys.modules['prefect_aws'] = None\n"
         "import importlib, pkgutil, layertap\n"
         "for module in pkgutil.walk_packages(layertap.__path__, 'layertap.'):\n"
-        "    importlib.import_module(module.name)\n"
+        "    try:\n"
+        "        importlib.import_module(module.name)\n"
+        "    except ModuleNotFoundError as error:\n"
+        f"        if error.name.partition('.')[0] not in {plugs_into}: raise\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
