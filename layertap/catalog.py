@@ -35,6 +35,7 @@ from layertap.records import (
     ShardRows,
     get_checked,
     keys_xor,
+    may_be_tried_again,
     read_record,
     require,
     to_json,
@@ -286,14 +287,18 @@ class Catalog:
             self.store.create(f"{_state(plan_id, shard)}.void-{number}", to_json({"reason": reason}))
 
     def is_spent(self, plan_id: str) -> bool:
-        """Whether a plan can't serve again: some of it was withdrawn, or its record is damaged."""
+        """Whether a plan can't serve again: its record is damaged, or rows of it count as not computed."""
         try:
             self.plan(plan_id)
         except NotFoundError:
             return False
         except IntegrityError:
             return True
-        return ShardState.VOID in self.states(plan_id).values()
+        states = self.states(plan_id)
+        committed = [k for k, state in states.items() if state == ShardState.COMMITTED]
+        return ShardState.VOID in states.values() or any(
+            may_be_tried_again(row) for k in committed for row in self.outcome(plan_id, k).refused
+        )
 
     def last_failure(self, plan_id: str, shard: int) -> dict[str, Any]:
         """The latest recorded failure of a shard; its `error` also tells of lanes that died in silence."""

@@ -124,7 +124,7 @@ class Preview:
                 f"{catalog.store.uri} belongs to another extraction ({'; '.join(differences)}): "
                 "give this one a root of its own"
             )
-        return self.scan.unique(settled=catalog.settled().keys)
+        return self.scan.unique(settled=catalog.settled().final_keys)
 
     def estimate(self, plan: Plan) -> Estimate:
         """What the plan will cost."""
@@ -371,7 +371,7 @@ class Run:
         catalog.create_root(
             Root(format_version=FORMAT_VERSION, spec=preview.spec, target=preview.info.to_dict())
         )
-        rows = preview.scan.unique(settled=catalog.settled().keys)
+        rows = preview.scan.unique(settled=catalog.settled().final_keys)
         plan = preview.plan(rows)
         record, cost = None, preview.estimate(plan)
         if len(rows):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from layertap.errors import DeviceError
 from layertap.progress import Clock, SpentOn
-from layertap.records import KEY_BYTES, ShardRows
+from layertap.records import DATA, KEY_BYTES, MEMORY, ShardRows
 from layertap.staging import BatchLayout, Slot, SlotPool, pack, slot_nbytes
 from layertap.store import Store, checksum, checksum_text, crc64nvme, crc64nvme_of_all
 from layertap.target import Target
@@ -73,7 +73,7 @@ class ShardResult:
     """Bytes of the batch files and the index."""
 
     refused: list[dict[str, str]]
-    """key (hex) and reason of rows that can't be extracted."""
+    """key (hex), reason and fault (`data` or `memory`) of rows that can't be extracted."""
 
     num_splits: int
     """Batches that were cut in two because the device ran out of memory."""
@@ -352,14 +352,17 @@ class _Shard:
                 f"{self._target.device} has no memory for a row of {num_tokens} tokens, though it had for "
                 f"one of {self._extractor._longest_passed}: what else uses it? {no_memory}"
             )
-        return f"{num_tokens} tokens don't fit the memory of {self._target.device}, even alone: {no_memory}"
+        return (
+            f"{num_tokens} tokens don't fit the memory of {self._target.device}, even alone, and are tried "
+            f"again by the next run: {no_memory}"
+        )
 
     def _put(self, batch: _Batch, slot: Slot, refused: dict[int, str]) -> _Stored:
         """Make the slot a finished file and put it; the slot is free when that is done, or has failed."""
         try:
             slot.wait()
-            refused = {**dict.fromkeys(slot.unfinite_rows(batch.layout), UNFINITE), **refused}
-            layout = slot.finish(batch.layout, refused)
+            unfinite = [row for row in slot.unfinite_rows(batch.layout) if row not in refused]
+            layout = slot.finish(batch.layout, {*unfinite, *refused})
             name, digest = f"batch-{batch.number:05d}.safetensors", None
             file, spans = slot.file(layout), zip(layout.offsets, layout.nbytes, strict=True)
             row_crcs = [crc64nvme(file[offset : offset + nbytes]) for offset, nbytes in spans]
@@ -371,8 +374,9 @@ class _Shard:
             self._extractor._slots.release(slot)
         self._count(batch.layout)
         keys = batch.layout.keys
-        reasons = [{"key": keys[row], "reason": reason} for row, reason in sorted(refused.items())]
-        return _Stored(name=name, layout=layout, checksum=digest, row_crcs=row_crcs, refused=reasons)
+        told = [{"key": keys[row], "reason": UNFINITE, "fault": DATA} for row in unfinite]
+        told += [{"key": keys[row], "reason": why, "fault": MEMORY} for row, why in sorted(refused.items())]
+        return _Stored(name=name, layout=layout, checksum=digest, row_crcs=row_crcs, refused=told)
 
     def _count(self, layout: BatchLayout) -> None:
         with self._lock:

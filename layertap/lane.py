@@ -267,7 +267,7 @@ class Lane:
             held.num_rows, held.num_tokens = num_rows, num_tokens
 
         result = self._extract(claim, attempt, on_progress)
-        if result.refused:  # for good: let it not be the device that is unfit
+        if result.refused:  # let it not be the device that is unfit
             with self.extractor.device_lock:
                 self.self_check()
         outcome = Outcome(

@@ -24,6 +24,9 @@ KEY_BYTES = 16
 
 MAX_INT32 = 2**31 - 1
 
+DATA, MEMORY = "data", "memory"
+"""Why a row was refused: for what it is, for good; or for want of memory, until the next run."""
+
 _R = TypeVar("_R")
 
 
@@ -95,6 +98,11 @@ def get_checked(store: Store, path: str, expected: str) -> bytes:
         if found == expected:
             return data
     raise IntegrityError(f"{store.uri}/{path} has the checksum {found}, but was written with {expected}")
+
+
+def may_be_tried_again(refused: Mapping[str, str]) -> bool:
+    """Whether a refused row of an outcome failed for want of memory, and not for what it is."""
+    return refused.get("fault", DATA) == MEMORY
 
 
 def check_format(what: str, version: object) -> None:
@@ -356,7 +364,7 @@ class Outcome:
     nbytes: int
 
     refused: list[dict[str, str]]
-    """Rows refused during extraction: key in hex, and the reason."""
+    """Rows refused during extraction: key in hex, reason, and fault: `data`, or `memory` for now."""
 
     seconds: dict[str, float]
     """Where the time went."""

@@ -28,8 +28,8 @@ def take_up(
 ) -> PlanRecord:
     """The unfinished plan that computes exactly these rows, its failed shards made to wait again, or `plan`.
 
-    Rows that were stored under this plan and withdrawn get a new generation of it, whose shards nobody has
-    settled.
+    Rows that this plan stored before they were withdrawn, or refused for want of memory, get a new generation
+    of it, whose shards nobody has settled.
 
     Args:
         catalog: of the root.

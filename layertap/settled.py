@@ -1,4 +1,4 @@
-"""Which rows of all plans need no computing any more, and where they lie."""
+"""Which rows of all plans are stored, and where, and which were refused, for good or until the next run."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from layertap.errors import CatalogError, IntegrityError, NotFoundError
-from layertap.records import KEY_BYTES, Outcome, get_checked, keys_of, sortable
+from layertap.records import KEY_BYTES, Outcome, get_checked, keys_of, may_be_tried_again, sortable
 from layertap.store import Store
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _N = TypeVar("_N", np.int32, np.int64, np.uint64)
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """Rows of committed shards, each key once, ascending: stored, or refused for good while extracting."""
+    """Rows of committed shards, each key once, ascending: stored, or refused while extracting."""
 
     keys: NDArray[np.uint8]
     """[m, 16] extraction keys."""
@@ -53,6 +53,14 @@ class Settled:
 
     reasons: dict[int, str]
     """Index of a refused row -> why."""
+
+    is_final: NDArray[np.bool_]
+    """[m] False where a device had no memory for the row: another one, or a later day, may have."""
+
+    @property
+    def final_keys(self) -> NDArray[np.uint8]:
+        """[n, 16] keys of the rows that need no computing any more, ascending."""
+        return self.keys[self.is_final]
 
     def find(self, keys: NDArray[np.uint8]) -> NDArray[np.int64]:
         """[n] index of each of the keys [n, 16], -1 where it isn't settled."""
@@ -136,8 +144,8 @@ def way_out(uri: str, plan_id: str, shard: int | None = None) -> str:
 
 
 def _merge(parts: list[_Part]) -> Settled:
-    """One table of all parts; a key that is stored somewhere counts as stored, in the first place found."""
-    refused = [row for part in parts for row in part.refused]
+    """One table of all parts: a key counts as stored if it is anywhere, then as refused for good."""
+    refused = sorted((row for part in parts for row in part.refused), key=may_be_tried_again)
     refused_keys = np.frombuffer(bytes.fromhex("".join(row["key"] for row in refused)), np.uint8)
     keys = np.concatenate(
         [*(_keys(part.index) for part in parts), refused_keys.reshape(-1, KEY_BYTES)], dtype=np.uint8
@@ -156,6 +164,7 @@ def _merge(parts: list[_Part]) -> Settled:
         reasons={
             int(i): refused[k - num_stored]["reason"] for i, k in enumerate(first.tolist()) if k >= num_stored
         },
+        is_final=~np.array([False] * num_stored + [may_be_tried_again(row) for row in refused], bool)[first],
     )
 
 

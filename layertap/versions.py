@@ -71,7 +71,7 @@ class Version:
     """The version before it."""
 
     complete: bool
-    """Whether every row is stored or refused for good."""
+    """Whether every row is stored or was refused."""
 
     dataset_fingerprint: str
     spec_fingerprint: str

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from layertap.catalog import Catalog, Claim, Outcome, PlanRecord, Root
 from layertap.dataset import Scan, TokenDataset
 from layertap.plan import Plan, PlanSettings, make_plan
-from layertap.records import key_array
+from layertap.records import DATA, MEMORY, key_array
 from layertap.spec import ExtractionSpec
 from layertap.staging import BatchLayout
 from layertap.store import Store, checksum, crc64nvme
@@ -24,6 +24,8 @@ from layertap.versions import Version, Versions
 SPEC = ExtractionSpec(target_identity="folder:0123", layer_ids=(0, 2, 5), max_length=50)
 HIDDEN_SIZE = 6
 VOCAB_SIZE = 1000
+
+REASONS = {DATA: "a state is not finite", MEMORY: "no device had memory for it"}
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -64,7 +66,7 @@ def states_of(tokens: Sequence[int], spec: ExtractionSpec = SPEC) -> tuple[torch
 
 def plan_for(dataset: TokenDataset, scan: Scan, catalog: Catalog, *, shard_tokens: int = 300) -> PlanRecord:
     """Plan what the catalog doesn't hold yet, and write the plan."""
-    chosen = scan.unique(settled=catalog.settled().keys)
+    chosen = scan.unique(settled=catalog.settled().final_keys)
     settings = PlanSettings(max_batch_tokens=120, shard_tokens=shard_tokens)
     fingerprint = catalog.root().spec.fingerprint
     plan = make_plan(
@@ -100,6 +102,7 @@ def write_attempt(
     *,
     attempt: str = "attempt-0",
     refused: Collection[bytes] = (),
+    fault: str = DATA,
     spec: ExtractionSpec = SPEC,
 ) -> Outcome:
     """Write the files of a shard as a lane does; returns the outcome, not yet committed."""
@@ -140,7 +143,7 @@ def write_attempt(
         num_rows=len(index),
         num_tokens=sum(row[1] for row in index),
         nbytes=sum(row[4] for row in index),
-        refused=[{"key": key.hex(), "reason": "a state is not finite"} for key in refused],
+        refused=[{"key": key.hex(), "reason": REASONS[fault], "fault": fault} for key in refused],
         seconds={"forward": 1.5},
         num_splits=0,
         environment={"torch": torch.__version__},
@@ -167,13 +170,17 @@ def _index_table(index: list[tuple[bytes, int, str, int, int, int]]) -> bytes:
 
 
 def extract(
-    catalog: Catalog, plan: PlanRecord, shards: Collection[int] | None = None, refused: Collection[bytes] = ()
+    catalog: Catalog,
+    plan: PlanRecord,
+    shards: Collection[int] | None = None,
+    refused: Collection[bytes] = (),
+    fault: str = DATA,
 ) -> None:
     """Claim, write and commit shards of a plan; all of them unless told which."""
     for shard in range(len(plan.shards)) if shards is None else shards:
         claim = claimed(catalog, plan, shard)
         here = {key.tobytes() for key in catalog.shard_rows(plan.plan_id, shard).keys} & set(refused)
-        catalog.commit(claim, write_attempt(catalog, claim, refused=here))
+        catalog.commit(claim, write_attempt(catalog, claim, refused=here, fault=fault))
 
 
 def publish(catalog: Catalog, dataset: TokenDataset, scan: Scan, *, parent: int | None = None) -> Version:

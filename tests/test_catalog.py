@@ -23,17 +23,20 @@ from layertap.errors import (
     NotFoundError,
     SpecMismatchError,
 )
-from layertap.records import keys_xor, to_json
+from layertap.records import DATA, MEMORY, keys_xor, to_json
 from layertap.shard_state import ShardState, shard_state
 from layertap.store import Store
+from layertap.versions import Versions
 from layertap.watcher import Watcher
 from tests.stored import (
+    REASONS,
     SPEC,
     claimed,
     dataset_of,
     extract,
     new_catalog,
     plan_for,
+    publish,
     some_rows,
     write_attempt,
 )
@@ -570,6 +573,24 @@ def test_a_row_stored_by_two_plans_is_settled_once(
     assert len(settled.keys) == 20
     assert settled.reasons == {}
     assert (settled.file >= 0).all()
+
+
+def test_a_row_without_memory_is_named_and_planned_again_and_a_bad_one_is_not(
+    folder_plan: tuple[Catalog, PlanRecord], tmp_path: Path
+) -> None:
+    catalog, plan = folder_plan
+    bad, large = (catalog.shard_rows(plan.plan_id, k).keys[0].tobytes() for k in (0, 1))
+    extract(catalog, plan, [0], refused=[bad])
+    extract(catalog, plan, range(1, len(plan.shards)), refused=[large], fault=MEMORY)
+    dataset, scan = dataset_of(some_rows(20), tmp_path / "rows.parquet")
+    version = publish(catalog, dataset, scan)
+    assert sorted(Versions(catalog.store).missing(version).values()) == sorted(REASONS.values())
+    again = plan_for(dataset, scan, catalog)
+    assert again.num_rows == 1
+    assert catalog.shard_rows(again.plan_id, 0).keys[0].tobytes() == large
+    extract(catalog, again, refused=[large])  # now it is found to be bad: for good
+    assert set(catalog.settled().reasons.values()) == {REASONS[DATA]}
+    assert len(catalog.settled().final_keys) == 20
 
 
 def test_void_outcomes_settle_nothing(folder_plan: tuple[Catalog, PlanRecord]) -> None:

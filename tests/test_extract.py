@@ -229,7 +229,8 @@ def test_a_row_that_is_not_finite_is_refused_alone(store, victim, value):
     result = extract(target, store, rows)
 
     key = key_of(rows, victim)
-    assert result.refused == [{"key": key, "reason": "hidden states aren't finite (NaN or infinity)"}]
+    reason = "hidden states aren't finite (NaN or infinity)"
+    assert result.refused == [{"key": key, "reason": reason, "fault": "data"}]
     tensors = stored(store, result)
     assert tensors.keys() == {name for name in clean if not name.startswith(key)}
     for name, tensor in tensors.items():
@@ -307,8 +308,10 @@ def test_a_row_that_never_fits_is_refused_alone(store):
     [refused] = result.refused
     assert refused["key"] == key_of(rows, 0)
     assert refused["reason"] == (
-        f"40 tokens don't fit the memory of {DEVICE}, even alone: CUDA out of memory. Tried to allocate 1 GiB"
+        f"40 tokens don't fit the memory of {DEVICE}, even alone, and are tried again by the next run: "
+        "CUDA out of memory. Tried to allocate 1 GiB"
     )
+    assert refused["fault"] == "memory"
     assert result.num_rows == 3
 
 

@@ -216,6 +216,36 @@ def test_a_device_that_yields_nan_for_everything_ends_its_lane_and_settles_no_ro
     assert len(run.catalog.settled().keys) == 0
 
 
+def test_rows_that_had_no_memory_are_computed_by_the_next_run_even_if_they_are_its_whole_plan(
+    folder_store: Store, tmp_path: Path, target: str, model: Any, fast_beats: None
+) -> None:
+    rows = some_rows(3, longest=20)
+    settings = settings_for(save_rows(rows, tmp_path / "rows"), target, max_refused_share=1.0)
+    plan_ids = []
+    for _ in range(2):
+        run = Run.prepare(folder_store, settings)
+        assert run.plan is not None and run.plan.num_rows == 3
+        plan_ids.append(run.plan.plan_id)
+        with opened(folder_store, run.plan.plan_id, target, "small") as lane:
+            honest, lane.target.tap = lane.target.tap, _no_memory  # type: ignore[method-assign]
+            lane.self_check = lambda: None  # type: ignore[method-assign]
+            extract_in_threads(lane)
+            lane.target.tap = honest  # type: ignore[method-assign]
+        report = run.publish()
+        assert report.version.complete and "tried again by the next run" in report.missing[0]
+    run = Run.prepare(folder_store, settings)
+    assert run.plan is not None
+    run_lane(folder_store, run.plan.plan_id, target, "large")
+    assert len({*plan_ids, run.plan.plan_id}) == 3
+    run.publish().check(0.0)
+    assert_read_back(folder_store, rows, model)
+    assert Run.prepare(folder_store, settings).plan is None
+
+
+def _no_memory(_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_shards_in_flight_have_ended_when_a_lane_has(
     run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
 ) -> None:

@@ -107,7 +107,7 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def start_the_run_again(self) -> None:
         """A coordinator goes on with an unfinished plan of what is missing, or makes one."""
-        chosen = self.scan.unique(settled=self.catalog.settled().keys)
+        chosen = self.scan.unique(settled=self.catalog.settled().final_keys)
         if not len(chosen):
             return
         plan = make_plan(
