@@ -74,7 +74,7 @@ def extract(extraction: Extraction, *, shards: Collection[int] = ()) -> Report:
     if run.plan and report.failures:
         show_failures(read_failures(run.catalog, plans=[run.plan.plan_id]), store.uri)
     log.info("%s", report)
-    report.check(extraction.advanced_parameters.max_refused_share)
+    report.check(extraction.further.max_refused_share)
     return report
 
 
@@ -93,8 +93,8 @@ def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
         "run": run.run_id,
         "target": extraction.target,
         "revision": run.preview.info.revision or "",  # a branch may move on while lanes start
-        "compiled": extraction.advanced_parameters.compiled,
-        "strict_kernels": extraction.advanced_parameters.strict_kernels,
+        "compiled": extraction.further.compiled,
+        "strict_kernels": extraction.further.strict_kernels,
     }
     board, speed = ProgressBoard(), SpeedBoard(run.catalog.store, watch.plan.plan_id)
     with Lanes(extraction.num_lanes, lane_parameters, extraction.tags) as lanes:

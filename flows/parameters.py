@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from layertap.coordinator import RunSettings
 from layertap.dataset import Columns
@@ -16,15 +16,24 @@ from layertap.target_info import drafter_layer_ids
 BLOCK = r"^(s3-bucket|local-file-system)/[a-z0-9-]+$"
 ROOT = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$"
 
-
 EXAMPLES = {"root": "qwen3-8b/chats, a folder under the storage block", "storage": "s3-bucket/NAME"}
 """What the values with a pattern look like."""
 
 
-class Advanced(BaseModel):
-    """What most runs leave as it is."""
+def _number_fields(schema: dict[str, Any]) -> None:
+    """Let both UIs show the fields in our order: PostgreSQL keeps a schema's by the length of their names."""
+    for position, field in enumerate(schema["properties"].values()):
+        field["position"] = position
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+class Form(BaseModel):
+    """What the forms share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_number_fields)
+
+
+class Advanced(Form):
+    """What most runs leave as it is."""
 
     dtype: DTypeName = Field(default="bfloat16", description="Dtype of the weights and of what is stored.")
     revision: str = Field(default="", description="Hub revision of the target; empty for its main branch.")
@@ -57,11 +66,22 @@ LAYERS_OR_DRAFTER: dict[str, Any] = {
 }
 """For the form, which then refuses at once what `Extraction` would refuse when the run starts."""
 
+AsUsual = Annotated[None, WithJsonSchema({"type": "null", "title": "as usual"})]
+"""The other choice beside a group, which is folded away while this one holds."""
 
-class Extraction(BaseModel):
+
+def _refine(schema: dict[str, Any]) -> None:
+    """Of a choice a server says only that no branch fits; a condition beside it names the field."""
+    _number_fields(schema)
+    schema.update(LAYERS_OR_DRAFTER)
+    advanced = schema["properties"]["advanced"]
+    advanced.update({"if": {"type": "object"}, "then": dict(advanced["anyOf"][1])})
+
+
+class Extraction(Form):
     """What to extract, from what, and where to put it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=LAYERS_OR_DRAFTER)
+    model_config = ConfigDict(json_schema_extra=_refine)
 
     target: str = Field(
         min_length=1, description="Target model: a hub id, or a folder that is there on every host."
@@ -93,8 +113,7 @@ class Extraction(BaseModel):
     last_hidden_state: LastHiddenState = Field(
         default="pre_norm", description="The last layer's output before or after the final norm, or none."
     )
-    # The longest name: PostgreSQL orders what it stores by length, and so the form shows the group last.
-    advanced_parameters: Advanced = Field(default=Advanced(), description="What most runs leave as it is.")
+    advanced: AsUsual | Advanced = Field(default=None, description="What most runs leave as it is.")
 
     @model_validator(mode="after")
     def _names_layers_once(self) -> Self:
@@ -103,6 +122,11 @@ class Extraction(BaseModel):
         if self.layer_ids != sorted(set(self.layer_ids)):
             raise ValueError(f"layer_ids {self.layer_ids} must be ascending and without repeats")
         return self
+
+    @property
+    def further(self) -> Advanced:
+        """The advanced values, also where they are as usual."""
+        return self.advanced or Advanced()
 
     @property
     def run_name(self) -> str:
@@ -121,7 +145,7 @@ class Extraction(BaseModel):
         Raises:
             InputError: a name isn't one of the form's, or a value is out of its range.
         """
-        names = (cls.model_fields | Advanced.model_fields).keys() - {"advanced_parameters"}
+        names = (cls.model_fields | Advanced.model_fields).keys() - {"advanced"}
         if strangers := values.keys() - names:
             raise InputError(
                 f"the run form has no {' and no '.join(sorted(strangers))}; it has {', '.join(sorted(names))}"
@@ -129,7 +153,7 @@ class Extraction(BaseModel):
         advanced = {name: value for name, value in values.items() if name in Advanced.model_fields}
         plain = {name: value for name, value in values.items() if name not in advanced}
         try:
-            return cls.model_validate({**plain, "advanced_parameters": advanced})
+            return cls.model_validate({**plain, "advanced": Advanced.model_validate(advanced)})
         except ValidationError as error:
             raise InputError("; ".join(map(_told, error.errors()))) from error
 
@@ -139,7 +163,7 @@ class Extraction(BaseModel):
         Raises:
             SpecError: the drafter names no layers.
         """
-        more = self.advanced_parameters
+        more = self.further
         return RunSettings(
             dataset=self.dataset,
             target=self.target,
@@ -160,7 +184,7 @@ class Extraction(BaseModel):
 
 def _told(error: Mapping[str, Any]) -> str:
     """A validation error as its field, the value, and what is wrong with it."""
-    field = ".".join(map(str, error["loc"])).removeprefix("advanced_parameters.")
+    field = ".".join(map(str, error["loc"]))
     if error["type"] == "string_pattern_mismatch":
         return f"{field} {error['input']!r} is not like {EXAMPLES[field]}"
     return (
@@ -170,10 +194,8 @@ def _told(error: Mapping[str, Any]) -> str:
     )
 
 
-class Retry(BaseModel):
+class Retry(Form):
     """A root whose last run is to be finished."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     root: str = Field(pattern=ROOT, description="Folder under the storage block.")
     storage: str = Field(
@@ -192,10 +214,8 @@ class Retry(BaseModel):
         return f"{self.root} again"
 
 
-class Reextraction(BaseModel):
+class Reextraction(Form):
     """A root to be kept up with its dataset."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     root: str = Field(pattern=ROOT, description="Folder under the storage block; a run must have filled it.")
     storage: str = Field(
@@ -217,10 +237,8 @@ class Reextraction(BaseModel):
         return f"{self.root} if changed"
 
 
-class Preparation(BaseModel):
+class Preparation(Form):
     """Which chats to tokenise, and how."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: str = Field(min_length=1, description='JSONL of chats, one {"messages": […], "id": …} a line.')
     out: str = Field(min_length=1, description="Folder for the dataset.")
@@ -237,10 +255,8 @@ class Preparation(BaseModel):
     responses: str = Field(default="unknown", description="Who wrote the responses.")
 
 
-class Verification(BaseModel):
+class Verification(Form):
     """Which root to read back, and how much of it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     root: str = Field(pattern=ROOT, description="Folder under the storage block of what was extracted.")
     storage: str = Field(

@@ -18,6 +18,8 @@ DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(PREFECT_FILE.read_text())["de
 
 FORM: dict[str, Any] = {"target": "org/model", "dataset": "rows", "root": "model/run-1", "layer_ids": [1, 3]}
 
+FORMS = (Extraction, Advanced, Preparation, Retry, Reextraction, Verification)
+
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: d["entrypoint"])
 def test_every_deployment_loads(deployment: dict[str, Any]) -> None:
@@ -78,15 +80,25 @@ def test_a_bad_value_is_refused_by_its_name(field: str, value: Any) -> None:
 def test_the_form_itself_refuses_a_bad_value_before_a_run_starts(field: str, value: Any) -> None:
     """As Prefect's server and both UIs check it: against the deployment's JSON schema."""
     schema = parameter_schema(extract_hidden_states).model_dump_for_openapi()
-    form = (
-        {**FORM, "advanced_parameters": {field: value}}
-        if (field, value) in BAD_ADVANCED
-        else {**FORM, field: value}
-    )
+    form = {**FORM, "advanced": {field: value}} if (field, value) in BAD_ADVANCED else {**FORM, field: value}
     errors = str(build_error_obj(validate({"extraction": form}, schema)))
-    assert field in errors or (field == "drafter" and "layer_ids" in errors)
+    assert f"'property': '{'layer_ids' if field == 'drafter' else field}'" in errors
     assert not validate({"extraction": FORM}, schema)
     assert not validate({"extraction": {**FORM, "layer_ids": [], "drafter": "there"}}, schema)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_shows_its_fields_in_their_order_whatever_the_server_s_database_does_to_it(form: Any) -> None:
+    properties = form.model_json_schema()["properties"]
+    positions = {name: field["position"] for name, field in properties.items()}
+    assert sorted(positions, key=lambda name: positions[name]) == list(form.model_fields)
+
+
+def test_the_advanced_group_is_folded_away_until_it_is_asked_for() -> None:
+    advanced = Extraction.model_json_schema()["properties"]["advanced"]
+    assert advanced["default"] is None
+    assert advanced["anyOf"][0] == {"type": "null", "title": "as usual"}
+    assert Extraction.of(FORM).settings() == Extraction.model_validate(FORM).settings()
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
@@ -118,7 +130,7 @@ def test_the_form_becomes_the_settings_it_says() -> None:
 
 
 def test_forms_have_a_description_for_every_field() -> None:
-    for form in (Extraction, Advanced, Preparation, Retry, Reextraction, Verification):
+    for form in FORMS:
         missing = [name for name, field in form.model_fields.items() if not field.description]
         assert not missing
 
