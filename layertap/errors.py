@@ -21,10 +21,13 @@
     ├── SelfCheckError         the target computes something else than it should
     ├── ClaimLostError         another lane owns the shard by now
     ├── StoppedError           the run was told to stop
+    ├── NotReadyError          checks before work found several things at once
     └── TooManyRefusedError    more rows are missing than the policy allows
 
 Foreign exceptions are mapped once, in the module that calls the foreign library.
 """
+
+from collections.abc import Sequence
 
 
 class LayertapError(Exception):
@@ -121,6 +124,14 @@ class ClaimLostError(LayertapError):
 
 class StoppedError(LayertapError):
     """The run was told to stop."""
+
+
+class NotReadyError(LayertapError):
+    """Checks before work found several things; all of them are in the message."""
+
+    def __init__(self, message: str, findings: Sequence[LayertapError] = ()) -> None:
+        super().__init__(message)
+        self.findings = findings
 
 
 class TooManyRefusedError(LayertapError):

@@ -1,13 +1,16 @@
 """How a bucket is reached: its settings, credentials from a boto3 session, and the clients made of both."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from layertap.errors import StoreRefusedError
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
 DEFAULT_REGION = "us-east-1"
+
+BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
+"""In what obstore says of a failed handshake: UnknownIssuer, Expired, NotValidForName…"""
 
 CREDENTIALS_TTL = timedelta(minutes=10)
 """Credentials are asked for again this often; botocore renews them while they have ten minutes left."""
@@ -107,16 +113,19 @@ class Bucket:
         if settings.endpoint_url:
             # the most specific of obstore's names for it: any other gives way to the environment
             config["aws_endpoint_url_s3"] = _endpoint(settings.endpoint_url, settings)
-        return S3Store(
+        opened = partial(
+            S3Store,
             settings.bucket,
             prefix=settings.prefix or None,
             region=self._region,
             virtual_hosted_style_request=not settings.path_style,
             credential_provider=Boto3CredentialProvider(self.session, ttl=CREDENTIALS_TTL),
             client_options=_client_options(settings),
-            retry_config=retry,
             **config,
         )
+        if (settings.endpoint_url or "").startswith("https://"):
+            _refuse_bad_certificate(settings, opened(retry_config={**retry, "max_retries": 0}))
+        return opened(retry_config=retry)
 
     def open_uploads(self) -> Iterator[tuple[str, str, datetime]]:
         """Path, id and time of the root's multipart uploads that are neither completed nor aborted."""
@@ -205,6 +214,26 @@ def _client_options(settings: S3Settings) -> "ClientConfig":
 
 def _read_ca(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise StoreRefusedError(f"the CA file {path!r} of the store can't be read: {error}") from error
+    if b"-----BEGIN CERTIFICATE-----" not in data:
+        raise StoreRefusedError(f"the CA file {path!r} of the store holds no certificate in PEM")
+    return data
+
+
+def _refuse_bad_certificate(settings: S3Settings, store: S3Store) -> None:
+    """Ask once: obstore takes a certificate that isn't trusted for a failure that may pass, and retries."""
+    try:
+        store.head("layertap.json")
+    except (BaseError, OSError) as error:
+        found = BAD_CERTIFICATE.search(str(error))
+        if not found:  # whatever it is, the next request meets it too
+            return
+    else:
+        return
+    by = f"the CA file {settings.verify!r}" if isinstance(settings.verify, str) else "this host's CAs"
+    raise StoreRefusedError(
+        f"the certificate of {settings.endpoint_url} isn't good by {by} ({found[1]}): name the PEM file of "
+        "the store's own CA in AWS_CA_BUNDLE, or as verify_cert_path in the block's client parameters"
+    )

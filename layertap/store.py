@@ -5,22 +5,19 @@ obstore does the work without holding the GIL; its errors become layertap's here
 
 import contextlib
 import os
-import random
 import re
 import secrets
-import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.request import url2pathname
 
-from obstore.exceptions import BaseError
 from obstore.store import LocalStore, S3Store
 
+from layertap.checksums import Buffer, checksum, checksum_text, crc64nvme, crc64nvme_of_all
 from layertap.errors import (
     AlreadyExistsError,
     IntegrityError,
@@ -28,6 +25,7 @@ from layertap.errors import (
     StoreError,
     StoreRefusedError,
 )
+from layertap.retries import PATIENT, patiently
 from layertap.s3 import Bucket, S3Settings
 from layertap.store_errors import mapped
 
@@ -46,8 +44,6 @@ __all__ = [
     "crc64nvme_of_all",
 ]
 
-Buffer = bytes | bytearray | memoryview
-
 _T = TypeVar("_T")
 
 PART_BYTES = 32 << 20
@@ -57,45 +53,6 @@ PARTS_AT_ONCE = 4
 
 TEMPORARY = re.compile(r".+#\d+")
 """Names of files that obstore, and this module, write before they have their own."""
-
-UNCOUNTED = 1_000_000
-"""Retries end by their time alone: how many fit into it depends on jitter."""
-
-PATIENT: "RetryConfig" = {
-    "max_retries": UNCOUNTED,
-    "retry_timeout": timedelta(minutes=10),
-    "backoff": {
-        "base": 3,  # each wait is drawn from between the first one and so many times the last: 2 hardly grows
-        "init_backoff": timedelta(milliseconds=200),
-        "max_backoff": timedelta(seconds=10),
-    },
-}
-"""Rides out a restart of the store. Retries use jitter and a fresh body."""
-
-CUT_OFF = "request or response body error"
-
-WAITS_S = (0.2, 0.6, 1.8, 5.0, *[10.0] * 60)
-"""The longest waits between tries whose reply was cut off; each is drawn from below it."""
-
-BRIEF: "RetryConfig" = {
-    **PATIENT,
-    "retry_timeout": timedelta(seconds=20),
-    "backoff": {**PATIENT["backoff"], "max_backoff": timedelta(seconds=2)},
-}
-"""For the check before a run, where a wrong address must show soon."""
-
-
-NO_CONDITION = (
-    "it takes no notice of `If-None-Match: *`, without which two lanes could both commit a shard: use one "
-    "that honours it, such as AWS S3 or SeaweedFS, or a folder"
-)
-
-UNKNOWN_HEADER = re.compile(r"\[(InvalidArgument|InvalidRequest|NotImplemented)\]")
-
-CHECKSUM_HINT = (
-    ". If it knows no checksum headers, set request_checksum_calculation to when_required "
-    "(AWS_REQUEST_CHECKSUM_CALCULATION, or in the block's client config)"
-)
 
 
 @dataclass(frozen=True)
@@ -117,43 +74,6 @@ class ObjectInfo:
 
     modified_at: datetime
     """By the clock of the store."""
-
-
-def crc64nvme(data: Buffer, previous: int = 0) -> int:
-    """The CRC64NVME of `data`, as S3 computes it; without the GIL.
-
-    Args:
-        data: the bytes.
-        previous: the CRC64NVME of what comes before them.
-    """
-    from awscrt import checksums
-
-    found: int = checksums.crc64nvme(data, previous)
-    return found
-
-
-def crc64nvme_of_all(parts: Iterable[tuple[int, int]]) -> int:
-    """The CRC64NVME of bytes of which the parts' are known; nothing is read again.
-
-    Args:
-        parts: CRC64NVME and number of bytes of each, in order; together all of the bytes.
-    """
-    from awscrt import checksums
-
-    whole = 0
-    for crc, nbytes in parts:
-        whole = checksums.combine_crc64nvme(whole, crc, nbytes)
-    return whole
-
-
-def checksum(data: Buffer) -> str:
-    """The CRC64NVME of `data` as `crc64nvme:<16 hex digits>`."""
-    return checksum_text(crc64nvme(data))
-
-
-def checksum_text(crc: int) -> str:
-    """A CRC64NVME as records hold it: `crc64nvme:<16 hex digits>`."""
-    return f"crc64nvme:{crc:016x}"
 
 
 class Store:
@@ -214,21 +134,25 @@ class Store:
             data: its bytes; they must not change until the call returns.
             durable: on a folder, return only when the object survives a loss of power. S3 always is.
         """
-        self._put(path, memoryview(data).cast("B"), durable)
+        view = memoryview(data).cast("B")
+        self._put(path, lambda: view, durable)
 
-    def put_chunks(self, path: str, chunks: Iterator[bytes], *, durable: bool = False) -> None:
-        """Write an object whole, as `put`, from pieces that needn't lie in memory together."""
+    def put_chunks(self, path: str, chunks: Callable[[], Iterator[bytes]], *, durable: bool = False) -> None:
+        """Write an object whole, as `put`, from pieces that needn't lie in memory together.
+
+        Args:
+            path: where to.
+            chunks: gives all pieces from the first one on, whenever it is called: once for each try.
+            durable: as of `put`.
+        """
         self._put(path, chunks, durable)
 
-    def _put(self, path: str, data: memoryview | Iterator[bytes], durable: bool) -> None:
+    def _put(self, path: str, body: Callable[[], memoryview | Iterator[bytes]], durable: bool) -> None:
         with self._mapped("put", path):
             if isinstance(self._root, Path):
                 self._root.mkdir(parents=True, exist_ok=True)
-            put = partial(self._objects.put, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
-            if isinstance(data, memoryview):
-                self._patiently(lambda: put(path, data))
-            else:  # pieces come once
-                put(path, data)
+            put = partial(self._objects.put, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+            self._patiently(lambda: put(body()))
             if durable and (target := self.local_path(path)):
                 _sync(target)
                 self._sync_folders(target)
@@ -364,52 +288,9 @@ class Store:
         _check_path(path)
         return self._root / path if isinstance(self._root, Path) else None
 
-    def check(self) -> None:
-        """Try what a run needs, on objects of its own under `check/`.
-
-        Raises:
-            StoreRefusedError: the store refuses an operation or answers it wrongly; names it.
-            StoreError: the store is away, or fails for now; names the operation too.
-        """
-        quick = Store(self._root, BRIEF)
-        path, body = f"check/{secrets.token_hex(8)}", secrets.token_bytes(64)
-        once = f"{path}-once"
-        self._try("put", lambda: quick.put(path, body, durable=True))
-        self._try("head", lambda: quick.head(path).size == len(body))
-        self._try("range get", lambda: quick.get_range(path, 3, 9) == body[3:12])
-        self._try("list", lambda: path in [o.path for o in quick.list("check")])
-        self._try("create-once", lambda: quick.create(once, body))
-        self._try("create-once on an existing object", lambda: _refuse_second(quick, once))
-        self._try("delete", lambda: quick.delete([path, once]))
-        self._try("head after delete", lambda: not quick.exists(path))
-
-    def check_space(self, num_bytes: int) -> None:
-        """Refuse to begin what a folder's disk has no room for; the quota of a bucket can't be asked for.
-
-        Raises:
-            StoreRefusedError: says how much is free, and how much is needed.
-        """
-        if not isinstance(self._root, Path):
-            return
-        there = next(folder for folder in (self._root, *self._root.parents) if folder.exists())
-        free = shutil.disk_usage(there).free
-        if free < num_bytes:
-            raise StoreRefusedError(
-                f"{self.uri} has {free / 1e9:,.1f} GB free, and {num_bytes / 1e9:,.1f} GB are to be stored: "
-                "make room, take another folder, or extract fewer layers or rows"
-            )
-
-    def _try(self, name: str, operation: Callable[[], object]) -> None:
-        try:
-            result = operation()
-        except (StoreError, IntegrityError) as error:
-            kind = StoreError if type(error) is StoreError else StoreRefusedError
-            hint = CHECKSUM_HINT if UNKNOWN_HEADER.search(str(error)) else ""
-            raise kind(f"the store {self.uri} fails at {name}: {error}{hint}") from error
-        if result is False:
-            raise StoreRefusedError(
-                f"the store {self.uri} fails at {name}: the answer is not what was asked for"
-            )
+    def with_retry(self, retry: "RetryConfig") -> "Store":
+        """The same root, with another patience."""
+        return Store(self._root, retry)
 
     @property
     def _is_missing(self) -> bool:
@@ -433,16 +314,7 @@ class Store:
         return self._opened
 
     def _patiently(self, operation: Callable[[], _T]) -> _T:
-        """Repeat an operation whose reply was cut off: obstore's retries end with a reply's first bytes."""
-        deadline = time.monotonic() + self._retry["retry_timeout"].total_seconds()
-        for wait_s in WAITS_S:
-            try:
-                return operation()
-            except BaseError as error:
-                if CUT_OFF not in str(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(random.uniform(0, wait_s))
-        return operation()
+        return patiently(operation, self._retry["retry_timeout"])
 
     def _read_range(self, path: str, offset: int, nbytes: int) -> Buffer:
         if isinstance(self._root, Path):
@@ -520,9 +392,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _refuse_second(store: Store, path: str) -> None:
-    with contextlib.suppress(AlreadyExistsError):
-        store.create(path, b"second")
-        raise StoreRefusedError(NO_CONDITION)

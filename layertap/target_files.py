@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -98,14 +98,13 @@ def store_target(store: Store, target: Target) -> None:
     folder = _local_folder(target)
     parts, missing = _find_parts(target, folder)
     texts = [name for name in TEXT_FILES if (folder / name).is_file()]
-    files = {name: _put(store, name, iter([(folder / name).read_bytes()])) for name in texts}
+    files = {name: _put_bytes(store, name, (folder / name).read_bytes()) for name in texts}
     for part, tensor in parts.items():
-        files[_file_of(part)] = _put(store, _file_of(part), tensor.chunks())
+        files[_file_of(part)] = _put(store, _file_of(part), tensor.chunks)
     index = {tensor.name: _file_of(part) for part, tensor in parts.items()}
     total = sum(tensor.nbytes for tensor in parts.values())
-    files[WEIGHTS_INDEX] = _put(
-        store, WEIGHTS_INDEX, iter([to_json({"metadata": {"total_size": total}, "weight_map": index})])
-    )
+    index_json = to_json({"metadata": {"total_size": total}, "weight_map": index})
+    files[WEIGHTS_INDEX] = _put_bytes(store, WEIGHTS_INDEX, index_json)
     norm = _identify(target, parts, missing)
     tensors = {part: _describe(part, tensor) for part, tensor in parts.items()}
     if "lm_head" not in tensors and "lm_head" not in missing:
@@ -196,17 +195,22 @@ def _file_of(part: str) -> str:
     return f"{part}.safetensors"
 
 
-def _put(store: Store, name: str, chunks: Iterator[bytes]) -> dict[str, Any]:
+def _put_bytes(store: Store, name: str, data: bytes) -> dict[str, Any]:
+    return _put(store, name, lambda: iter([data]))
+
+
+def _put(store: Store, name: str, chunks: Callable[[], Iterator[bytes]]) -> dict[str, Any]:
     """Write a file under `target/`; returns its size and checksum."""
     size = crc = 0
 
     def counted() -> Iterator[bytes]:
         nonlocal size, crc
-        for chunk in chunks:
+        size = crc = 0
+        for chunk in chunks():
             size, crc = size + len(chunk), crc64nvme(chunk, crc)
             yield chunk
 
-    store.put_chunks(f"target/{name}", counted(), durable=True)
+    store.put_chunks(f"target/{name}", counted, durable=True)
     return {"size": size, "checksum": f"crc64nvme:{crc:016x}"}
 
 

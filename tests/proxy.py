@@ -1,9 +1,10 @@
-"""A proxy in front of a real S3 server that does to requests what networks and busy stores do. Plain HTTP.
+"""A proxy in front of a real S3 server that does to requests what networks and busy stores do.
 
 It hands on what clients signed, the Host header included, so the server behind checks every signature.
 """
 
 import random
+import ssl
 import threading
 import time
 from collections import Counter
@@ -44,6 +45,9 @@ class Faults:
     ignores_conditions: bool = False
     """A put that may only create succeeds where the object exists."""
 
+    forbidden: set[str] = field(default_factory=set)
+    """Methods answered with AccessDenied."""
+
     expired_keys: set[str] = field(default_factory=set)
     """Access keys answered with ExpiredToken."""
 
@@ -56,7 +60,12 @@ class Proxy:
     """The proxy, its faults, and what it did so far."""
 
     def __init__(
-        self, upstream_port: int, faults: Faults | None = None, *, port: int = 0, seed: int = 0
+        self,
+        upstream_port: int,
+        faults: Faults | None = None,
+        *,
+        seed: int = 0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.faults = faults or Faults()
         self.counts: Counter[str] = Counter()
@@ -69,9 +78,11 @@ class Proxy:
             upstream = ("127.0.0.1", upstream_port)
 
         Handler.proxy = proxy
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self.endpoint_url = f"http://127.0.0.1:{self._server.server_port}"
+        if tls:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+        self.endpoint_url = f"http{'s' if tls else ''}://127.0.0.1:{self._server.server_port}"
 
     @contextmanager
     def running(self) -> Iterator["Proxy"]:
@@ -127,6 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(503, "SlowDown")
         if key in faults.expired_keys:
             return self._refuse(400, "ExpiredToken")
+        if self.command in faults.forbidden:
+            return self._refuse(403, "AccessDenied")
         if faults.refuses_checksums and checksums and self.command == "PUT":
             return self._refuse(400, "InvalidArgument")
         reply = self._ask(body)

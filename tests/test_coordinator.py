@@ -14,6 +14,7 @@ from layertap.errors import (
     CatalogError,
     DatasetError,
     InputError,
+    NotReadyError,
     SpecError,
     SpecMismatchError,
     StoreRefusedError,
@@ -256,6 +257,17 @@ def test_a_folder_without_room_is_refused_before_any_work(
     with pytest.raises(StoreRefusedError, match="has 0.0 GB free, and .* GB are to be stored: make room"):
         Run.prepare(folder_store, settings)
     assert not folder_store.list("plans")
+
+
+def test_all_that_a_host_lacks_is_told_in_one_message(tmp_path: Path, target: str) -> None:
+    (tmp_path / "file").touch()
+    settings = settings_for(str(tmp_path / "no dataset"), target, layer_ids=(4,))
+    with pytest.raises(NotReadyError) as raised:
+        Run.prepare(Store.folder(tmp_path / "file" / "root"), settings)
+    told = str(raised.value)
+    assert [type(one) for one in raised.value.findings][1:] == [DatasetError, SpecError]
+    for part in ("can't begin the run: 3 findings", "fails at put", "no dataset", "layer ids [4] are out of"):
+        assert part in told
 
 
 def test_a_layer_that_is_not_there_is_refused_with_the_range(tmp_path: Path, target: str) -> None:

@@ -4,13 +4,17 @@ import dataclasses
 import secrets
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from layertap.errors import AlreadyExistsError, StoreError, StoreRefusedError
+from layertap.errors import AlreadyExistsError, NotReadyError, StoreError, StoreRefusedError
 from layertap.object_server import ObjectServer
+from layertap.retries import PATIENT
 from layertap.s3 import Bucket
-from layertap.store import PATIENT, Store
+from layertap.store import PART_BYTES, Store
+from layertap.store_check import check_store
+from tests.certificates import Authority
 from tests.conftest import BUCKET
 from tests.proxy import Proxy
 
@@ -67,6 +71,26 @@ def test_an_object_of_several_parts_is_whole_or_absent(opened: Callable[..., Sto
     assert store.get("data/large") == body
 
 
+@pytest.mark.parametrize("fault", ["slow_down", "cut_upload", "lost_reply", "cut_reply"])
+def test_an_object_from_pieces_is_whole_and_begun_anew_if_need_be(
+    opened: Callable[..., Store], proxy: Proxy, fault: str
+) -> None:
+    store, body, num_calls = opened(), secrets.token_bytes(PART_BYTES + 1000), 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal num_calls
+        num_calls += 1
+        yield from (body[k : k + (3 << 20)] for k in range(0, len(body), 3 << 20))
+
+    num_objects = 0
+    while not proxy.counts[fault] or (fault == "cut_reply" and num_calls == num_objects):
+        assert (num_objects := num_objects + 1) < 20
+        setattr(proxy.faults, fault, 0.3)
+        store.put_chunks("data/a", pieces)
+        setattr(proxy.faults, fault, 0.0)
+        assert store.get("data/a") == body
+
+
 @pytest.mark.parametrize("fault", ["slow_down", "cut_upload", "lost_reply"])
 def test_create_once_stays_once(opened: Callable[..., Store], proxy: Proxy, fault: str) -> None:
     """A create whose reply was lost has happened: it exists already, and what lies there is whole."""
@@ -87,14 +111,23 @@ def test_a_store_that_ignores_the_condition_is_refused_with_the_way_out(
 ) -> None:
     proxy.faults.ignores_conditions = True
     with pytest.raises(StoreRefusedError, match="create-once on an existing object.*If-None-Match"):
-        opened().check()
+        check_store(opened())
+
+
+def test_all_that_a_store_refuses_is_told_at_once(opened: Callable[..., Store], proxy: Proxy) -> None:
+    proxy.faults.ignores_conditions, proxy.faults.forbidden = True, {"POST"}  # objects are deleted by POST
+    told = (
+        r"can't serve a run: 2 findings:\n  1\. .*create-once on an exist.*\n  2\. .*at delete.*AccessDenied"
+    )
+    with pytest.raises(NotReadyError, match=told):
+        check_store(opened())
 
 
 def test_checksum_headers_can_be_left_out(opened: Callable[..., Store], proxy: Proxy) -> None:
     proxy.faults.refuses_checksums = True
     with pytest.raises(StoreError, match="fails at put.*request_checksum_calculation"):
-        opened().check()
-    opened(checksums=False).check()
+        check_store(opened())
+    check_store(opened(checksums=False))
 
 
 def test_expired_credentials_are_worth_another_try(
@@ -108,3 +141,27 @@ def test_expired_credentials_are_worth_another_try(
     assert raised.value.retriable
     proxy.faults.expired_keys = set()
     store.put("data/a", b"x")
+
+
+def test_a_private_ca_is_trusted_by_its_file_and_nothing_else_is(
+    object_server: ObjectServer, tmp_path: Path
+) -> None:
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    plain = object_server.settings(BUCKET, prefix=f"root-{uuid.uuid4().hex[:8]}")
+
+    with Proxy(object_server.ports.s3, tls=ours.server()).running() as proxy:
+
+        def opened(verify: str | bool) -> Store:
+            settings = dataclasses.replace(plain, endpoint_url=proxy.endpoint_url, verify=verify)
+            return Store(Bucket(settings, object_server.session()), QUICK)  # type: ignore[arg-type]
+
+        store = opened(str(ours.file))
+        check_store(store)
+        store.put("data/a", b"x")
+        wrong = {str(others.file): "the CA file '.*others.pem'", True: "this host's CAs"}
+        for verify, by in wrong.items():
+            with pytest.raises(StoreRefusedError, match=f"isn't good by {by} .UnknownIssuer.*AWS_CA_BUNDLE"):
+                opened(verify).get("data/a")
+        (tmp_path / "empty.pem").touch()
+        with pytest.raises(StoreRefusedError, match="empty.pem' of the store holds no certificate"):
+            opened(str(tmp_path / "empty.pem")).get("data/a")

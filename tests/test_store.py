@@ -32,8 +32,10 @@ from layertap.errors import (
     StoreRefusedError,
 )
 from layertap.object_server import ObjectServer
+from layertap.retries import PATIENT
 from layertap.s3 import Bucket, S3Settings
-from layertap.store import BRIEF, PART_BYTES, PATIENT, Store, checksum, crc64nvme, crc64nvme_of_all
+from layertap.store import PART_BYTES, Store, checksum, crc64nvme, crc64nvme_of_all
+from layertap.store_check import BRIEF, check_store
 from layertap.store_errors import mapped
 from tests.processes import in_fresh_process
 
@@ -205,7 +207,7 @@ def test_a_killed_writer_leaves_nothing_visible(store: Store) -> None:
 
 
 def test_check_passes_on_a_good_store_and_leaves_nothing(store: Store) -> None:
-    store.check()
+    check_store(store)
     assert store.list("check") == []
 
 
@@ -215,7 +217,7 @@ def test_check_names_what_a_store_cannot_do(folder_store: Store, monkeypatch: py
 
     monkeypatch.setattr(Store, "create", overwrites)
     with pytest.raises(StoreRefusedError, match="fails at create-once on an existing object"):
-        folder_store.check()
+        check_store(folder_store)
 
 
 def _with(store: Store, server: ObjectServer, **changes: Any) -> Store:
@@ -226,7 +228,7 @@ def _with(store: Store, server: ObjectServer, **changes: Any) -> Store:
 def test_a_missing_bucket_is_refused_at_once(s3_store: Store, object_server: ObjectServer) -> None:
     nowhere = _with(s3_store, object_server, bucket="no-such-bucket")
     with pytest.raises(StoreRefusedError, match=r"fails at put: .*NoSuchBucket"):
-        nowhere.check()
+        check_store(nowhere)
     with pytest.raises(StoreRefusedError, match="NoSuchBucket"):
         nowhere.list("versions")
 
@@ -252,9 +254,9 @@ def test_a_store_that_is_away_is_worth_another_try(s3_store: Store, object_serve
 def test_a_check_of_a_store_that_is_away_says_so_and_that_it_may_come_back(
     s3_store: Store, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("layertap.store.BRIEF", {**BRIEF, "retry_timeout": timedelta(milliseconds=1)})
+    monkeypatch.setattr("layertap.store_check.BRIEF", {**BRIEF, "retry_timeout": timedelta(milliseconds=1)})
     with pytest.raises(StoreError, match=r"the store s3://\S+ fails at put: can't put") as caught:
-        _with(s3_store, object_server, endpoint_url="http://127.0.0.1:9").check()
+        check_store(_with(s3_store, object_server, endpoint_url="http://127.0.0.1:9"))
     assert type(caught.value) is StoreError
     assert caught.value.retriable
 

@@ -1,0 +1,49 @@
+"""How long a store's failures are borne with: obstore's own retries, and ours where those end.
+
+Retries are here and nowhere above the store: whatever still fails is the caller's to give up on.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from obstore.exceptions import BaseError
+
+if TYPE_CHECKING:
+    from obstore.store import RetryConfig
+
+_T = TypeVar("_T")
+
+UNCOUNTED = 1_000_000
+"""Retries end by their time alone: how many fit into it depends on jitter."""
+
+PATIENT: "RetryConfig" = {
+    "max_retries": UNCOUNTED,
+    "retry_timeout": timedelta(minutes=10),
+    "backoff": {
+        "base": 3,  # each wait is drawn from between the first one and so many times the last: 2 hardly grows
+        "init_backoff": timedelta(milliseconds=200),
+        "max_backoff": timedelta(seconds=10),
+    },
+}
+"""Rides out a restart of the store. Retries use jitter and a fresh body."""
+
+CUT_OFF = "request or response body error"
+
+WAITS_S = (0.2, 0.6, 1.8, 5.0, *[10.0] * 60)
+"""The longest waits between tries whose reply was cut off; each is drawn from below it."""
+
+
+def patiently(operation: Callable[[], _T], at_most: timedelta) -> _T:
+    """Repeat an operation whose reply was cut off: obstore's retries end with a reply's first bytes."""
+    deadline = time.monotonic() + at_most.total_seconds()
+    for wait_s in WAITS_S:
+        try:
+            return operation()
+        except BaseError as error:
+            if CUT_OFF not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(random.uniform(0, wait_s))
+    return operation()
