@@ -13,9 +13,9 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.states import Cancelled, Cancelling
 
-from layertap.coordinator import RunProgress
 from layertap.errors import LayertapError
 from layertap.shard_state import ShardState
+from layertap.watch import RunProgress
 from tasks.artifacts import server_may_be_away
 
 DEPLOYMENT = "extraction_lane/extraction-lane"

@@ -12,10 +12,11 @@ from prefect.states import Cancelled, Completed
 
 from flows.dispatch import Lanes
 from flows.parameters import Extraction
-from layertap.coordinator import Run, Watch
+from layertap.coordinator import Run
 from layertap.errors import StoppedError
 from layertap.failures import read_failures
 from layertap.report import Report
+from layertap.watch import Watch
 from tasks.artifacts import ProgressBoard, server_may_be_away, show_failures, show_outcome, show_plan
 from tasks.speed import SpeedBoard
 from tasks.storage import local_dataset, open_store

@@ -412,7 +412,7 @@ def check_served(root: str, endpoint: str, **options: Any) -> None:
 
 
 def _show_plans(catalog: "Catalog") -> None:
-    from layertap.coordinator import Watch
+    from layertap.watch import Watch
 
     table = _table("plan", "rows", "tokens", "done", "shards")
     for plan_id in catalog.plans():
@@ -449,7 +449,7 @@ def _show_versions(catalog: "Catalog") -> None:
 
 
 def _show_shards(catalog: "Catalog", plan_id: str) -> None:
-    from layertap.coordinator import Watch
+    from layertap.watch import Watch
 
     table = _table("shard", "state", "claims", "failures", "rows", "tokens", "lane")
     for row in Watch(catalog, catalog.plan(plan_id)).poll().shards:

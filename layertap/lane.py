@@ -32,7 +32,8 @@ from layertap.extract import Extractor, ShardResult
 from layertap.gpu_caches import one_compiles
 from layertap.host import device_name, find_device, host_name, own_device
 from layertap.kernels import is_context_fatal
-from layertap.lane_record import LaneLog, LaneRecord
+from layertap.lane_log import LaneLog
+from layertap.lane_record import LaneRecord
 from layertap.log_tail import LogTail
 from layertap.progress import Clock
 from layertap.shard_state import ShardState
@@ -40,10 +41,7 @@ from layertap.store import Store
 from layertap.target import Target, compare_canary
 from layertap.target_files import store_target
 from layertap.watchdog import kill_process_group, wedged
-from layertap.watcher import Watcher
-
-BEAT_S = 10.0
-"""Seconds between two beats of a claim; a claim without a beat for three of them is stale."""
+from layertap.watcher import BEAT_S, Watcher
 
 IN_FLIGHT = 2
 """Shards a lane works on at once: one on the device, one draining or reading ahead."""

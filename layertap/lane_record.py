@@ -5,21 +5,12 @@ at its end. For people and plots; nothing is decided by it.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import Any, Self
 
-import psutil
-import torch
-
-from layertap.gpu_meter import GpuMeter
-from layertap.host import device_name, host_name
-from layertap.progress import Clock, bottleneck, format_bytes
-from layertap.records import known_fields, read_record, to_json
+from layertap.progress import bottleneck, format_bytes
+from layertap.records import known_fields, read_record
 from layertap.store import Store
-
-MAX_SAMPLES = 400
-"""Samples a record holds; beyond them every other one goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,49 +83,6 @@ class LaneRecord:
         return cls(**known_fields(cls, values))
 
 
-class LaneLog:
-    """Keeps a lane's record in the store. One thread at a time may note."""
-
-    def __init__(
-        self, store: Store, plan_id: str, *, lane: str, run: str, device: torch.device, clock: Clock
-    ) -> None:
-        self._store, self._path = store, _path(plan_id, lane)
-        self._clock = clock
-        self._meter = GpuMeter(device)
-        self._process = psutil.Process()
-        self._samples: list[list[float]] = []
-        self._every = 1
-        self._num_notes = 0
-        self._who = {"lane": lane, "run": run, "host": host_name(), "device": device_name(device)}
-        self._opened_at = _now()
-
-    def note(self, num_tokens: int) -> LaneRecord:
-        """Sample the device and this process, and write the record.
-
-        Raises:
-            StoreError: it can't be written.
-        """
-        self._meter.sample()
-        seconds = self._clock.seconds
-        if self._num_notes % self._every == 0:
-            rss = self._process.memory_info().rss
-            self._samples.append([sum(seconds.values()), num_tokens, rss])
-        self._num_notes += 1
-        if len(self._samples) > MAX_SAMPLES:
-            self._samples, self._every = self._samples[::2], 2 * self._every
-        record = LaneRecord(
-            **self._who,
-            opened_at=self._opened_at,
-            updated_at=_now(),
-            seconds=seconds,
-            num_tokens=num_tokens,
-            samples=list(self._samples),
-            gpu=self._meter.summary(),
-        )
-        self._store.put(self._path, to_json(asdict(record)))
-        return record
-
-
 def lane_records(store: Store, plan_id: str) -> list[LaneRecord]:
     """The records of all lanes that worked on a plan, in the order in which they opened."""
     found = []
@@ -144,9 +92,6 @@ def lane_records(store: Store, plan_id: str) -> list[LaneRecord]:
     return sorted(found, key=lambda record: (record.opened_at, record.lane))
 
 
-def _path(plan_id: str, lane: str) -> str:
+def lane_path(plan_id: str, lane: str) -> str:
+    """Where a lane's record lies."""
     return f"plans/{plan_id}/lanes/{lane}.json"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

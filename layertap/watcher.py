@@ -6,6 +6,9 @@ from collections.abc import Callable
 from layertap.catalog import Catalog, Snapshot
 from layertap.shard_state import ShardStatus, shard_state
 
+BEAT_S = 10.0
+"""Seconds between two beats of a claim; a claim without a beat for three of them is stale."""
+
 BEATS_TO_STALE = 3
 
 
@@ -20,7 +23,7 @@ class Watcher:
         self,
         catalog: Catalog,
         plan_id: str,
-        beat_s: float = 10.0,
+        beat_s: float = BEAT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalog = catalog

@@ -25,9 +25,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import PrefectHTTPStatusError
 
-from layertap.coordinator import RunProgress
 from layertap.failures import ShardFailure, markdown
 from layertap.report import MAX_TABLE_ROWS, Report
+from layertap.watch import RunProgress
 
 PLAN, PROGRESS, SHARDS = "layertap-plan", "layertap-progress", "layertap-shards"
 OUTCOME, REFUSED, FAILURES = "layertap-outcome", "layertap-refused", "layertap-failures"

@@ -20,15 +20,16 @@ from typing import Any
 
 import psutil
 
-import layertap.coordinator
 import layertap.lane
+import layertap.watch
 from layertap import HiddenStates
-from layertap.coordinator import Run, RunSettings, Watch
+from layertap.coordinator import Run, RunSettings
 from layertap.garbage import find_garbage
 from layertap.lane import Lane, extract_in_threads
 from layertap.object_server import ObjectServer, ServerPorts
 from layertap.store import Store
 from layertap.verify import verify_root
+from layertap.watch import Watch
 from tests.models import saved, tiny_llama
 from tests.proxy import Faults, Proxy
 from tests.runs import plain_states, save_rows, settings_for, some_rows
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.2, help="of store calls that fail")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    layertap.coordinator.BEAT_S = BEAT_S
+    layertap.watch.BEAT_S = BEAT_S
     multiprocessing.set_forkserver_preload(["tests.soak"])
     with tempfile.TemporaryDirectory() as folder:
         server = ObjectServer.start(Path(folder) / "objects", ports=ServerPorts.free(), buckets=[BUCKET])

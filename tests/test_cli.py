@@ -206,6 +206,20 @@ def test_status_shows_plans_shards_and_versions(target: str, tokens: Path, tmp_p
     assert ["0", "committed", "1", "0", "3", "of", "3", "13", "of", "13"] in [s.split()[:10] for s in shards]
 
 
+def test_status_does_not_wait_for_torch(target: str, tokens: Path, tmp_path: Path):
+    run = Run.prepare(
+        Store.folder(tmp_path / "root"), settings_for(str(tokens), target, max_refused_share=1.0)
+    )
+    assert run.plan is not None
+    run_lane(run.catalog.store, run.plan.plan_id, target)
+    arguments = ["status", str(tmp_path / "root"), "--plan", run.plan.plan_id]
+    for shown in (arguments, arguments[:2]):
+        done = python(
+            f"import sys; sys.modules['torch'] = None; from layertap.cli import main; main({shown!r})"
+        )
+        assert done.returncode == 0, done.stderr
+
+
 def test_inspect_shows_a_batch_a_shard_and_a_version(target: str, tokens: Path, tmp_path: Path):
     root = tmp_path / "root"
     settings = settings_for(str(tokens), target, max_length=8, max_refused_share=0.5)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from layertap import coordinator as coordinator_module
 from layertap import lane as lane_module
+from layertap import watch as watch_module
 from layertap.coordinator import Preview, Run
 from layertap.errors import (
     CatalogError,
@@ -142,7 +142,7 @@ def test_failed_shards_fail_the_run_by_name_and_the_same_run_again_retries_them(
 def test_shards_whose_lanes_died_in_silence_fail_the_run_and_are_retried_by_the_next(
     folder_store: Store, tmp_path: Path, model: Any, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(watch_module, "BEAT_S", 0.05)
     rows = some_rows(40)
     settings = settings_for(save_rows(rows, tmp_path / "rows"), target, max_refused_share=1.0)
     run = Run.prepare(folder_store, settings)

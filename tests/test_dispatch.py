@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import State, StateType
 
 from flows import dispatch
 from flows.dispatch import IDLE_S, SPARE_DEATHS, START_S, Lanes, LanesLostError
-from layertap.coordinator import RunProgress
+from layertap.watch import RunProgress
 
 RUNNING, PENDING = State(type=StateType.RUNNING), State(type=StateType.PENDING)
 CRASHED, COMPLETED = State(type=StateType.CRASHED, message="killed"), State(type=StateType.COMPLETED)

@@ -16,7 +16,7 @@ from prefect.testing.utilities import prefect_test_harness
 from layertap.catalog import Claim, Outcome
 from layertap.errors import ClaimLostError, StoreError
 from layertap.lane import Lane
-from layertap.lane_record import LaneLog
+from layertap.lane_log import LaneLog
 from layertap.progress import Clock
 from layertap.store import Store
 from tasks.shards import extract_shard, submit_shard

@@ -8,11 +8,12 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
-from layertap import lane_record
+from layertap import lane_log
 from layertap.cli import main
 from layertap.coordinator import Run
 from layertap.gpu_meter import GpuMeter
-from layertap.lane_record import LaneLog, LaneRecord, lane_records
+from layertap.lane_log import LaneLog
+from layertap.lane_record import LaneRecord, lane_records
 from layertap.plot import speed_png, tokens_per_s
 from layertap.progress import Clock
 from layertap.store import Store
@@ -56,7 +57,7 @@ def test_a_lane_tells_all_of_itself_in_the_store(folder_store: Store, tmp_path: 
 def test_a_long_lane_keeps_few_samples_from_its_whole_life(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane_record, "MAX_SAMPLES", 8)
+    monkeypatch.setattr(lane_log, "MAX_SAMPLES", 8)
     log = LaneLog(folder_store, "plan", lane="lane-0", run="run", device=CPU, clock=Clock())
     for num_tokens in range(200):
         told = log.note(num_tokens)

@@ -1,0 +1,161 @@
+"""How far a run is, as the store shows it; for whoever looks on, so nothing heavy is imported."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from layertap.catalog import HAS_ENDED, Catalog, PlanRecord
+from layertap.progress import Rate, format_duration
+from layertap.report import MAX_TABLE_ROWS, Work
+from layertap.shard_state import ShardState, ShardStatus
+from layertap.watcher import BEAT_S, Watcher
+
+SETTLED_STATES = (*HAS_ENDED, ShardState.FAILED)
+
+ATTENTION = [
+    ShardState.FAILED,
+    ShardState.STALE,
+    ShardState.CLAIMED,
+    ShardState.WAITING,
+    ShardState.VOID,
+    ShardState.COMMITTED,
+]
+"""States in the order in which a person wants to see their shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProgress:
+    """How far a run is, as the store shows it."""
+
+    num_tokens: int
+    num_tokens_done: int
+    num_rows: int
+    num_rows_done: int
+    tokens_per_s: float
+    samples_per_s: float
+    eta_s: float | None
+    shards_by_state: dict[str, int]
+    num_claimable: int
+    """Shards that a further lane could take now."""
+
+    lanes: dict[str, int]
+    """Shards each live lane holds."""
+
+    silent_lanes: frozenset[str]
+    """Lanes that hold stale claims and no other."""
+
+    shards: list[dict[str, Any]]
+    """A row a shard, those that need a look first; at most 100."""
+
+    @property
+    def percent(self) -> float:
+        """Share of the plan's tokens that is done, in percent."""
+        return 100.0 * self.num_tokens_done / max(self.num_tokens, 1)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every shard has an outcome or has failed for good."""
+        return sum(self.shards_by_state.values()) == sum(
+            self.shards_by_state.get(state, 0) for state in SETTLED_STATES
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_rows_done:,} of {self.num_rows:,} rows, {self.samples_per_s:.1f} samples/s, "
+            f"{self.tokens_per_s:,.0f} tokens/s, ETA {format_duration(self.eta_s)}"
+        )
+
+
+class Watch:
+    """Looks at a plan's state in the store, again and again."""
+
+    def __init__(self, catalog: Catalog, plan: PlanRecord) -> None:
+        self.catalog = catalog
+        self.plan = plan
+        self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
+        self._rate = Rate()
+        self._statuses: dict[int, ShardStatus] = {}
+        self._endings: dict[tuple[int, ShardState, int], dict[str, str]] = {}
+        self._started_at = time.monotonic()
+        self._first: RunProgress | None = None
+
+    def poll(self) -> RunProgress:
+        """Look once."""
+        statuses = self._watcher.poll()
+        held = {
+            k: self.catalog.read_claim(self.plan.plan_id, k, status.claim)
+            for k, status in statuses.items()
+            if status.state in (ShardState.CLAIMED, ShardState.STALE)
+        }
+        lanes = Counter(c["lane"] for k, c in held.items() if statuses[k].state == ShardState.CLAIMED)
+        rows = [self._row(k, statuses[k], held.get(k, {})) for k in range(len(self.plan.shards))]
+        self._statuses = statuses
+        tokens_done = sum(row["tokens done"] for row in rows)
+        rows_done = sum(row["rows done"] for row in rows)
+        self._rate.update(tokens_done, rows_done)
+        states = Counter(str(status.state) for status in statuses.values())
+        shown = sorted(rows, key=lambda row: (ATTENTION.index(row["state"]), row["shard"]))[:MAX_TABLE_ROWS]
+        progress = RunProgress(
+            num_tokens=self.plan.num_tokens,
+            num_tokens_done=tokens_done,
+            num_rows=self.plan.num_rows,
+            num_rows_done=rows_done,
+            tokens_per_s=self._rate.tokens_per_s,
+            samples_per_s=self._rate.samples_per_s,
+            eta_s=self._rate.eta_s(self.plan.num_tokens - tokens_done),
+            shards_by_state=dict(states),
+            num_claimable=states[ShardState.WAITING] + states[ShardState.STALE],
+            lanes=dict(lanes),
+            silent_lanes=frozenset(claim["lane"] for claim in held.values()) - lanes.keys(),
+            shards=[{**row, **self._ended(row["shard"])} for row in shown],
+        )
+        self._first, self._last = self._first or progress, progress
+        return progress
+
+    def work(self, bytes_per_token: int) -> Work:
+        """What was computed between the first look and the last."""
+        assert self._first is not None
+        num_tokens = self._last.num_tokens_done - self._first.num_tokens_done
+        return Work(
+            num_rows=self._last.num_rows_done - self._first.num_rows_done,
+            num_tokens=num_tokens,
+            num_bytes=num_tokens * bytes_per_token,
+            elapsed_s=time.monotonic() - self._started_at,
+        )
+
+    def failures(self) -> dict[int, str]:
+        """Shards that had failed for good at the last look, with their last error."""
+        failed = [k for k, status in self._statuses.items() if status.state == ShardState.FAILED]
+        return {k: self.catalog.last_failure(self.plan.plan_id, k)["error"] for k in failed}
+
+    def _ended(self, shard: int) -> dict[str, str]:
+        """The lane of a shard that is settled, and the first line of a failure's error; each is read once."""
+        status, plan_id = self._statuses[shard], self.plan.plan_id
+        if status.state not in (ShardState.COMMITTED, ShardState.FAILED):
+            return {}
+        key = (shard, status.state, status.claim)
+        if key not in self._endings:
+            if status.state == ShardState.COMMITTED:
+                ending = {"lane": self.catalog.outcome(plan_id, shard).lane}
+            else:
+                failure = self.catalog.last_failure(plan_id, shard)
+                ending = {"lane": failure.get("lane", ""), "error": failure["error"].splitlines()[0]}
+            self._endings[key] = ending
+        return self._endings[key]
+
+    def _row(self, shard: int, status: ShardStatus, claim: dict[str, Any]) -> dict[str, Any]:
+        record = self.plan.shards[shard]
+        whole = status.state == ShardState.COMMITTED
+        return {
+            "shard": shard,
+            "state": str(status.state),
+            "lane": claim.get("lane", ""),
+            "error": "",
+            "claims": status.claim,
+            "failures": status.num_failures,
+            "rows": record.num_rows,
+            "rows done": record.num_rows if whole else claim.get("num_rows", 0),
+            "tokens": record.num_tokens,
+            "tokens done": record.num_tokens if whole else claim.get("num_tokens", 0),
+        }
