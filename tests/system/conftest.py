@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,20 +22,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(tiny_llama(), tmp_path_factory.mktemp("target"))
 
 
-@pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
-    """A stack with two lanes."""
-    yield from _running(tmp_path_factory.mktemp("stack"))
+@pytest.fixture(scope="session", params=["sqlite", pytest.param("postgres", marks=pytest.mark.debian)])
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
+    """A stack with two lanes, with Prefect's server on either database."""
+    state = tmp_path_factory.mktemp(request.param)
+    with postgres(_free_ports()[0]) if request.param == "postgres" else nullcontext("") as database:
+        yield from _running(state, database)
 
 
-@pytest.fixture(scope="session")
-def postgres_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
-    """The same with Prefect's server on PostgreSQL."""
-    with postgres(_free_ports()[0]) as database:
-        yield from _running(tmp_path_factory.mktemp("postgres-stack"), database)
-
-
-def _running(state: Path, database: str = "") -> Iterator[RealStack]:
+def _running(state: Path, database: str) -> Iterator[RealStack]:
     port, s3_port = _free_ports()
     stack = RealStack(Stack(state=state, port=port, s3_port=s3_port, database=database))
     stack.up()

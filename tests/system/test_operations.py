@@ -1,4 +1,4 @@
-"""Operating runs through Prefect's API and the command line, its server on PostgreSQL."""
+"""Operating runs through Prefect's API and the command line."""
 
 import time
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.system.stacks import (
 )
 from tests.system.test_extraction import assert_succeeds, final_states, wait_until_under_way
 
-pytestmark = [pytest.mark.system, pytest.mark.debian, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
 def run_of(stack: RealStack, flow: str, root: str, state: str) -> dict[str, Any]:
@@ -41,9 +41,9 @@ def set_state(stack: RealStack, flow_run: str, kind: str, name: str) -> None:
 
 
 def test_an_updated_dataset_is_extracted_by_what_is_new_in_it_and_an_event_for_nothing_is_skipped(
-    postgres_stack: RealStack, target: str, tmp_path: Path
+    stack: RealStack, target: str, tmp_path: Path
 ) -> None:
-    stack, dataset = postgres_stack, tmp_path / "rows"
+    dataset = tmp_path / "rows"
     rows = some_rows(1000)
     layertap(*stack.run_options(save_rows(rows, dataset), target, "updated", shard_tokens=6000))
 
@@ -78,9 +78,9 @@ def test_an_updated_dataset_is_extracted_by_what_is_new_in_it_and_an_event_for_n
 
 
 def test_a_run_cancelled_in_the_ui_frees_its_lanes_and_retry_computes_only_the_rest(
-    postgres_stack: RealStack, target: str, tmp_path: Path
+    stack: RealStack, target: str, tmp_path: Path
 ) -> None:
-    stack, rows = postgres_stack, some_rows(1003, seed=1)
+    rows = some_rows(1003, seed=1)
     run = start(stack.run_options(save_rows(rows, tmp_path / "rows"), target, "cancelled", shard_tokens=150))
     wait_until_under_way(stack, "cancelled", run)
     engines = [stack.engine(lane["id"]) for lane in working_lanes(stack, "cancelled")]
@@ -102,9 +102,8 @@ def test_a_run_cancelled_in_the_ui_frees_its_lanes_and_retry_computes_only_the_r
 
 
 def test_a_run_whose_coordinator_is_dead_is_cancelled_through_the_store(
-    postgres_stack: RealStack, target: str, tmp_path: Path
+    stack: RealStack, target: str, tmp_path: Path
 ) -> None:
-    stack = postgres_stack
     dataset = save_rows(some_rows(1003, seed=3), tmp_path / "rows")
     run = start(stack.run_options(dataset, target, "orphaned", shard_tokens=150))
     wait_until_under_way(stack, "orphaned", run)
@@ -127,9 +126,9 @@ def test_a_run_whose_coordinator_is_dead_is_cancelled_through_the_store(
 
 
 def test_a_server_that_restarts_in_mid_run_stops_nothing(
-    postgres_stack: RealStack, target: str, tmp_path: Path
+    stack: RealStack, target: str, tmp_path: Path
 ) -> None:
-    stack, rows = postgres_stack, some_rows(1003, seed=4)
+    rows = some_rows(1003, seed=4)
     run = start(stack.run_options(save_rows(rows, tmp_path / "rows"), target, "restarted", shard_tokens=150))
     wait_until_under_way(stack, "restarted", run)
     server = stack.stack.daemon("server").process()
@@ -144,11 +143,13 @@ def test_a_server_that_restarts_in_mid_run_stops_nothing(
 
 
 def test_a_shard_that_fails_says_why_and_is_retried_when_the_reason_is_gone(
-    postgres_stack: RealStack, target: str, tmp_path: Path
+    stack: RealStack, target: str, tmp_path: Path
 ) -> None:
-    stack, rows = postgres_stack, some_rows(300, seed=5)
+    rows = some_rows(300, seed=5)
     options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "failing")
-    with damaged_shard(stack, "failing", options) as run:
+    assert stack.stack.daemon("lanes").end(90)
+    run = start(options)
+    with damaged_shard(stack, "failing"):
         output, _ = run.communicate(timeout=400)
         assert run.returncode == 1 and "shard 1 with: IntegrityError" in output
         uri = stack.store("failing").uri
