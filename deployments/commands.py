@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from layertap.cli import NameValue, chosen_layers, target_options
+from layertap.commands.options import NameValue, chosen_layers, target_options
 
 state_option = click.option(
     "--state",

@@ -1,0 +1,1 @@
+"""The commands of `layertap` that need no scheduler, one subject a file."""
