@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from layertap.coordinator import Run, RunSettings
-from layertap.lane import Lane, extract_in_threads
+from layertap.lane import Lane
+from layertap.lane_work import extract_in_threads
 from layertap.plan import PlanSettings
 from layertap.prepare import prepare_chats
 from layertap.store import Store

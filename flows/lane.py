@@ -11,7 +11,8 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from layertap.catalog import Catalog, Claim
 from layertap.errors import StoppedError
 from layertap.failures import forget_failures
-from layertap.lane import IN_FLIGHT, Lane, LaneReport, work_through
+from layertap.lane import Lane
+from layertap.lane_work import IN_FLIGHT, LaneReport, work_through
 from tasks.shards import submit_shard
 from tasks.speed import LaneBoard
 from tasks.storage import open_store

@@ -17,7 +17,8 @@
     ├── IntegrityError         bytes read back aren't the bytes that were written
     ├── EndpointError          a model server can't be asked
     ├── FidelityError          stored states aren't those of the served model
-    ├── DeviceError            this host's GPU isn't there for this lane alone
+    ├── DeviceError            this host's GPU isn't there for this lane alone, or has no room for it
+    ├── HostError              this host lacks the memory or the disk that a lane takes
     ├── SelfCheckError         the target computes something else than it should
     ├── ClaimLostError         another lane owns the shard by now
     ├── StoppedError           the run was told to stop
@@ -111,7 +112,11 @@ class FidelityError(LayertapError):
 
 
 class DeviceError(LayertapError):
-    """This host's GPU isn't there for this lane alone."""
+    """This host's GPU isn't there for this lane alone, or has no room for it."""
+
+
+class HostError(LayertapError):
+    """This host lacks the memory or the disk that a lane takes."""
 
 
 class SelfCheckError(LayertapError):

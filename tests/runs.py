@@ -10,7 +10,8 @@ import torch
 
 from layertap import HiddenStates
 from layertap.coordinator import RunSettings
-from layertap.lane import Lane, LaneReport, extract_in_threads
+from layertap.lane import Lane
+from layertap.lane_work import LaneReport, extract_in_threads
 from layertap.plan import PlanSettings
 from layertap.store import Store
 from tests.models import VOCAB_SIZE

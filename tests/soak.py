@@ -25,7 +25,8 @@ import layertap.watch
 from layertap import HiddenStates
 from layertap.coordinator import Run, RunSettings
 from layertap.garbage import find_garbage
-from layertap.lane import Lane, extract_in_threads
+from layertap.lane import Lane
+from layertap.lane_work import extract_in_threads
 from layertap.object_server import ObjectServer, ServerPorts
 from layertap.store import Store
 from layertap.verify import verify_root

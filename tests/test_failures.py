@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from deployments.run_commands import failures
 from layertap.coordinator import Run
 from layertap.failures import HOPELESS, TRIED_AGAIN, forget_failures, markdown, read_failures
-from layertap.lane import Lane, extract_in_threads
+from layertap.lane import Lane
+from layertap.lane_work import extract_in_threads
 from layertap.shard_state import ShardState
 from layertap.store import Store
 from tests.models import saved, tiny_llama

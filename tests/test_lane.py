@@ -19,7 +19,8 @@ from layertap.errors import (
     StoreRefusedError,
     TargetError,
 )
-from layertap.lane import CANARY, Lane, extract_in_threads, work_through
+from layertap.lane import CANARY, Lane
+from layertap.lane_work import extract_in_threads, work_through
 from layertap.progress import SPENT_ON
 from layertap.shard_state import ShardState
 from layertap.store import Store

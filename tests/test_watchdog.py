@@ -14,7 +14,8 @@ import layertap.lane
 from layertap import watchdog
 from layertap.catalog import Catalog
 from layertap.coordinator import Run
-from layertap.lane import Lane, extract_in_threads
+from layertap.lane import Lane
+from layertap.lane_work import extract_in_threads
 from layertap.progress import Clock
 from layertap.store import Store
 from layertap.target import Target
