@@ -68,7 +68,7 @@ example: $(READY)  ## train a small drafter on a root, and on wrong states, and 
 	$(BIN)/python examples/compare_drafters.py $(EXAMPLE)/root $(EXAMPLE)/map.pt $(EXAMPLE)/outcomes \
 	    --plot docs/drafter.png
 
-bench: $(READY)  ## ratios of writing, the engine and planning on this machine, in about five minutes
+bench: $(READY)  ## ratios of writing, the engine, planning and reading on this machine, in some eight minutes
 	@mkdir -p build
 	$(BIN)/layertap bench --json build/bench.json
 

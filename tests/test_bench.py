@@ -13,7 +13,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load
 
-from layertap.bench import Measured, in_turns, median_ratio, planning
+from layertap import HiddenStates
+from layertap.bench import Measured, in_turns, median_ratio, planning, reads
 from layertap.bench.engine import batches_of, plain_write_s
 from layertap.bench.null_target import NullTarget, planned, rows_of
 from layertap.bench.probes import GilTicker, MemoryPeak
@@ -111,3 +112,15 @@ def test_the_command_writes_a_table_and_json(tmp_path: Path, monkeypatch: pytest
     assert found["name"] == "planning 300 rows" and found["details"]["rows"] == 300 and found["ratio"] > 0
     assert report["before"]["num_cores"] and "GPU" in report["forward"]
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
+def test_all_ways_of_reading_give_the_rows_of_the_root(tmp_path: Path) -> None:
+    store = Store.folder(tmp_path / "root")
+    reads.write_root(store, tmp_path, gib=0.02)
+    states = HiddenStates(store)
+    reads.write_samples(store, states)
+    row_bytes, file_bytes = int(states.places.nbytes.sum()), reads.raw_files(states)
+    assert reads.stream_rows(states) == reads.stream_packed(states) == row_bytes
+    assert row_bytes < file_bytes == sum(store.head(path).size for path in reads.batch_files(states))
+    for way in (reads.random_rows, reads.random_samples, reads.random_raw):
+        assert way(states) == len(states)

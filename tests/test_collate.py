@@ -84,3 +84,17 @@ def test_rows_that_are_views_of_others_are_copied_as_they_read() -> None:
     batch = pack([picked, picked])
     assert torch.equal(batch["hidden_states"], torch.cat([picked["hidden_states"]] * 2))
     assert torch.equal(batch["last_hidden_state"], torch.cat([picked["last_hidden_state"]] * 2))
+
+
+@pytest.mark.parametrize("collate", [pack, pad])
+def test_memory_is_used_again_only_when_nobody_holds_the_batch(collate: Any) -> None:
+    rows = rows_of([5, 900], stores_last=True)
+    wanted = collate(rows)["hidden_states"].clone()
+    kept = collate(rows)["hidden_states"].view(torch.int16)[1:]  # no more than a view of it
+    addresses = []
+    for _ in range(4):
+        for row in rows:
+            row["hidden_states"].add_(1)
+        addresses.append(collate(rows)["hidden_states"].data_ptr())
+    assert torch.equal(kept, wanted.view(torch.int16)[1:])
+    assert len(set(addresses)) == 1

@@ -32,10 +32,17 @@ def _planning(folder: Path) -> list[Measured]:
     return measure(folder)
 
 
+def _reader(folder: Path) -> list[Measured]:
+    from layertap.bench.reads import measure
+
+    return measure(folder)
+
+
 BENCHMARKS: Mapping[str, Callable[[Path], list[Measured]]] = {
     "writes": _writes,
     "engine": _engine,
     "planning": _planning,
+    "reader": _reader,
 }
 
 FORWARD = (

@@ -1,27 +1,22 @@
-"""Reads a root as trainers do, and says what share of the disk's and the server's own rate that is.
+"""Reading a root as trainers do, as a share of the disk's and the server's own rate.
 
-    python benchmarks/reader.py [--gib 1.0] [--folder DIR] [--rounds 3] [--only local,s3]
-
-A root of random bytes (rows of 264 tokens in the mean, 6 KiB a token) is written to a temporary folder and to
-the embedded S3 server. Every measurement runs in a process of its own, raw and ours in turn, and the best of
-the rounds counts. Raw is a plain sequential read of the same batch files in pieces of 16 MiB (folder), or
-whole-object gets by as many threads (S3); one file a sample is the rows as safetensors files of their own.
-"Kept" reads the same into memory of its own, as whoever uses the bytes must. "Cold" drops the files from the
-page cache before, on both sides. Memory is anonymous memory at its peak, above what the process held before
-it read. Goals: streams at 0.8 of raw on a folder, at 0.7 on S3.
+Streams stand against a plain sequential read of the same batch files in pieces of 16 MiB, and on
+S3 against whole-object gets by as many threads. Random rows stand against the same ranges read and not looked
+at, and against the same rows as safetensors files of their own. On a folder the page cache is dropped before
+each measurement, on both sides, or full on both. Each way reads in a process of its own; memory is anonymous
+memory at its peak, above what the process held before it read.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
-import sys
+import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +26,8 @@ import pyarrow.parquet as pq
 from safetensors.torch import load, save_file
 
 from layertap import HiddenStates
+from layertap.bench import Measured, in_turns, median_ratio
+from layertap.bench.probes import MemoryPeak, anonymous_bytes
 from layertap.catalog import Catalog, Outcome, PlanRecord, Root
 from layertap.dataset import TokenDataset
 from layertap.object_server import ObjectServer, ServerPorts
@@ -47,6 +44,10 @@ PIECE = 16 << 20
 THREADS = 16
 NUM_RANDOM = 256
 BUCKET = "layertap-bench"
+GIB = 0.5
+NUM_TRIALS = 3
+
+Read = Callable[[HiddenStates], int]
 
 
 def write_root(store: Store, folder: Path, gib: float) -> None:
@@ -77,7 +78,7 @@ def _write_shard(catalog: Catalog, plan: PlanRecord, shard: int, random: np.rand
     rows, prefix = catalog.shard_rows(plan.plan_id, shard), catalog.attempt_prefix(plan.plan_id, shard, "a")
     files, index = [], []
     for number in range(int(rows.batch[-1]) + 1):
-        of_batch = np.flatnonzero(rows.batch == number)
+        of_batch = [int(i) for i in np.flatnonzero(rows.batch == number)]
         keys = [rows.keys[i].tobytes() for i in of_batch]
         lengths = [int(rows.num_tokens[i]) for i in of_batch]
         layout = BatchLayout.of([key.hex() for key in keys], lengths, spec=SPEC, hidden_size=HIDDEN_SIZE)
@@ -151,7 +152,9 @@ def raw_files(states: HiddenStates) -> int:
     """Plain sequential read of the batch files, into one buffer."""
     buffer, num_bytes = bytearray(PIECE), 0
     for path in batch_files(states):
-        with open(states.store.local_path(path), "rb", buffering=0) as file:  # type: ignore[arg-type]
+        local = states.store.local_path(path)
+        assert local is not None
+        with local.open("rb", buffering=0) as file:
             while n := file.readinto(buffer):
                 num_bytes += n
     return num_bytes
@@ -162,16 +165,6 @@ def raw_objects(states: HiddenStates) -> int:
     objects = states.store._objects
     with ThreadPoolExecutor(THREADS) as pool:
         return sum(pool.map(lambda f: len(memoryview(objects.get(f).bytes())), batch_files(states)))
-
-
-def raw_kept(states: HiddenStates) -> int:
-    """The same into memory of its own for each piece."""
-    num_bytes = 0
-    for path in batch_files(states):
-        with open(states.store.local_path(path), "rb", buffering=0) as file:  # type: ignore[arg-type]
-            while piece := file.read(PIECE):
-                num_bytes += len(piece)
-    return num_bytes
 
 
 def stream_rows(states: HiddenStates) -> int:
@@ -226,116 +219,127 @@ def random_raw(states: HiddenStates) -> int:
         return len(list(pool.map(read, some_rows(states))))
 
 
-class AnonymousPeak(threading.Thread):
-    """Samples the process's anonymous memory 50 times a second."""
+class _Reader:
+    """A process that opens the root and reads it when asked; what it holds is its own."""
 
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.first = self.peak = self._now()
+    def __init__(self, uri: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(uri, other), daemon=True)
+        self._process.start()
+        other.close()
 
-    def _now(self) -> int:
-        return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+    def read(self, way: Read, *, is_cold: bool) -> tuple[float, int]:
+        """What the way reads in a second, in its own unit, and the anonymous memory that this took."""
+        self._pipe.send((way, is_cold))
+        rate, nbytes = self._pipe.recv()
+        return float(rate), int(nbytes)
 
-    def run(self) -> None:
-        """Sample until the process ends."""
-        while True:
-            self.peak = max(self.peak, self._now())
-            time.sleep(0.02)
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join()
 
 
-def _measure(uri: str, measure: Callable[[HiddenStates], int], is_cold: bool, answer: Any) -> None:
+def _serve(uri: str, pipe: Any) -> None:
     states = HiddenStates(uri)
-    if is_cold:
-        drop_from_page_cache(states.store)
-    memory = AnonymousPeak()
-    memory.start()
-    begin = time.perf_counter()
-    amount = measure(states)
-    answer.send((amount, time.perf_counter() - begin, memory.peak - memory.first))
-
-
-def measured(
-    uri: str, measures: list[Callable[[HiddenStates], int]], rounds: int, *, is_cold: bool
-) -> dict[str, Any]:
-    """Best rate of each of the measures, in its unit a second, and its memory in MiB."""
-    context = multiprocessing.get_context("spawn")
-    found: dict[str, Any] = {}
-    for _ in range(rounds):
-        for measure in measures:
-            receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(target=_measure, args=(uri, measure, is_cold, sending))
-            process.start()
-            sending.close()
-            amount, elapsed_s, memory = receiving.recv()
-            process.join()
-            best = found.setdefault(measure.__name__, {"rate": 0.0, "memory_mib": 0})
-            best["rate"] = max(best["rate"], amount / elapsed_s)
-            best["memory_mib"] = max(best["memory_mib"], memory >> 20)
-    return found
+    while True:
+        try:
+            way, is_cold = pipe.recv()
+        except EOFError:
+            return
+        if is_cold:
+            drop_from_page_cache(states.store)
+        held = anonymous_bytes()
+        with MemoryPeak() as memory:
+            begin = time.perf_counter()
+            amount = way(states)
+            elapsed_s = time.perf_counter() - begin
+        pipe.send((amount / elapsed_s, memory.peak_bytes - held))
 
 
 @contextmanager
-def object_server(folder: Path) -> Iterator[None]:
+def _object_server(folder: Path) -> Iterator[None]:
     """The embedded server, in the environment of this process and its children."""
     server = ObjectServer.start(folder, ports=ServerPorts.free(), buckets=[BUCKET])
+    before = dict(os.environ)
     os.environ.update(server.environment())
     try:
         yield
     finally:
+        os.environ.clear()
+        os.environ.update(before)
         server.stop()
 
 
-STREAMS = [stream_rows, stream_packed]
-RANDOM = [random_raw, random_rows, random_samples]
+@dataclass(frozen=True, kw_only=True)
+class _Race:
+    """A way of reading against another."""
+
+    name: str
+    ours: Read
+    theirs: Read
+    against_what: str
+    unit: str = "MB/s"
+    at_least: float | None = None
+
+    def run(self, readers: Mapping[Read, _Reader], where: str, *, is_cold: bool = False) -> Measured:
+        """In turns, each in a process of its own."""
+        memory: list[int] = []
+
+        def rate(way: Read) -> float:
+            found, nbytes = readers[way].read(way, is_cold=is_cold)
+            if way is self.ours:
+                memory.append(nbytes >> 20)
+            return found / (1e6 if self.unit == "MB/s" else 1)
+
+        ours, theirs = in_turns(NUM_TRIALS, partial(rate, self.ours), partial(rate, self.theirs))
+        return Measured(
+            name=f"{self.name}, {where}",
+            layertap=statistics.median(ours),
+            against=statistics.median(theirs),
+            unit=self.unit,
+            against_what=self.against_what,
+            ratio=median_ratio(ours, theirs),
+            at_least=self.at_least,
+            details={"layertap": ours, "against": theirs, "memory_mib": memory},
+        )
 
 
-def run_on(uri: str, folder: Path, gib: float, rounds: int) -> dict[str, Any]:
-    """Fill a root and measure it."""
-    write_root(Store.open(uri), folder, gib)
-    states = HiddenStates(uri)
-    write_samples(states.store, states)
-    is_local = states.store.local_path("layertap.json") is not None
-    raws = [raw_files, raw_kept] if is_local else [raw_objects]
-    results = {"warm": measured(uri, [*raws, *STREAMS, *RANDOM], rounds, is_cold=False)}
-    if is_local:
-        results["cold"] = measured(uri, [*raws, *STREAMS, *RANDOM], rounds, is_cold=True)
-    for found in results.values():
-        for name, result in found.items():
-            base = "random_raw" if name.startswith("random") else raws[0].__name__
-            result["share_of_raw"] = round(result["rate"] / found[base]["rate"], 3)
-    return results
+def _races(*, is_local: bool) -> list[_Race]:
+    raw, what, goal = (
+        (raw_files, "plain sequential read", 0.8) if is_local else (raw_objects, "whole-object gets", 0.7)
+    )
+    streams = [
+        _Race(name=name, ours=ours, theirs=raw, against_what=what, at_least=goal)
+        for name, ours in (("stream of rows", stream_rows), ("stream of packed batches", stream_packed))
+    ]
+    against = ((random_samples, "one file a sample"), (random_raw, "the same ranges, unchecked"))
+    return streams + [
+        _Race(name="random rows", ours=random_rows, theirs=theirs, against_what=other, unit="rows/s")
+        for theirs, other in against
+    ]
 
 
-def show(results: dict[str, Any]) -> None:
-    """A table for people, then JSON for programs."""
-    for where, states in results.items():
-        for state, found in states.items():
-            for name, result in found.items():
-                rate = result["rate"]
-                text = f"{rate:,.0f} rows/s" if name.startswith("random") else f"{rate / 1e6:,.0f} MB/s"
-                share, memory = result["share_of_raw"], result["memory_mib"]
-                print(f"{where:6} {state:5} {name:15} {text:>14}  {share:5.2f} of raw  {memory:5,} MiB")
-    print(json.dumps(results))
+def _of_root(uri: str, folder: Path, states: Mapping[str, bool]) -> list[Measured]:
+    """The races on one root; `states` names where it lies, and says whether the page cache is dropped."""
+    write_root(Store.open(uri), folder, GIB)
+    stored = HiddenStates(uri)
+    write_samples(stored.store, stored)
+    races = _races(is_local=stored.store.local_path("layertap.json") is not None)
+    with ExitStack() as stack:
+        ways = {way for race in races for way in (race.ours, race.theirs)}
+        readers = {way: _Reader(uri) for way in ways}
+        for reader in readers.values():
+            stack.callback(reader.close)
+        return [race.run(readers, where, is_cold=cold) for where, cold in states.items() for race in races]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=float, default=1.0, help="size of the root")
-    parser.add_argument("--folder", type=Path, help="where to write it, instead of a temporary folder")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="local,s3")
-    asked = parser.parse_args(arguments)
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=asked.folder) as name:
-        folder = Path(name)
-        if "local" in asked.only:
-            results["folder"] = run_on(str(folder / "root"), folder, asked.gib, asked.rounds)
-        if "s3" in asked.only:
-            with object_server(folder / "server"):
-                results["s3"] = run_on(f"s3://{BUCKET}/root", folder, asked.gib, asked.rounds)
-    show(results)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def measure(folder: Path) -> list[Measured]:
+    """Streams and random rows, from a folder and the embedded S3 server; needs 3 GiB of disk in `folder`."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        local = _of_root(
+            str(Path(name) / "root"), Path(name), {"folder, cold": True, "folder, cached": False}
+        )
+        with _object_server(Path(name) / "server"):
+            return local + _of_root(f"s3://{BUCKET}/root", Path(name), {"S3": False})
