@@ -72,8 +72,9 @@ bench: $(READY)  ## ratios of writing, the engine, planning and reading on this 
 	@mkdir -p build
 	$(BIN)/layertap bench --json build/bench.json
 
-soak: $(READY)  ## runs through a failing network whose lanes are killed at random; an hour
+soak: $(READY)  ## runs through a failing network whose lanes are killed at random, some of them under Prefect; an hour
 	$(BIN)/python -m tests.soak
+	$(BIN)/python -m tests.soak --workers --runs 3
 
 clean:  ## end the demo's stack, and remove all that was made here
 	if [ -x $(BIN)/layertap ] && [ -d .layertap ]; then $(BIN)/layertap down --state .layertap; fi

@@ -51,10 +51,6 @@ class Faults:
     expired_keys: set[str] = field(default_factory=set)
     """Access keys answered with ExpiredToken."""
 
-    def share(self) -> float:
-        """Of requests that fail."""
-        return self.slow_down + self.cut_upload + self.lost_reply + self.cut_reply
-
 
 class Proxy:
     """The proxy, its faults, and what it did so far."""

@@ -1,7 +1,8 @@
 """`make soak`: runs through a failing network, their lanes killed at random; every row must come out once.
 
 Lanes are processes on the library alone, without a scheduler, forked from a server that has torch imported:
-they start in a moment, and kills follow each other as fast. Beats come every three seconds.
+they start in a moment, and kills follow each other as fast. Beats come every three seconds. With `--workers`
+runs go through a real Prefect server instead, see soak_workers.
 """
 
 import json
@@ -12,13 +13,13 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 import layertap.lane
 import layertap.watch
@@ -36,7 +37,7 @@ from tests.proxy import Faults, Proxy
 from tests.runs import plain_states, save_rows, settings_for, some_rows
 
 BEAT_S = 3.0
-BUCKET = "soak"
+BUCKET = "layertap"
 LANES_END_S = 60.0
 MAX_STARTS = 6
 """Times the same run is started before its rows count as lost."""
@@ -109,6 +110,10 @@ class Soak:
         lane.start()
         self.lanes.append(lane)
 
+    def num_left(self) -> int:
+        """Lanes that live though their run is over."""
+        return sum(lane.is_alive() for lane in self.lanes)
+
     def check(self, store: Store, rows: list[dict[str, Any]], model: Any) -> dict[str, int]:
         """Everything promised, seen without the proxy."""
         attempts = {info.path.rsplit("/", 1)[0] for info in store.list("plans") if "/data/" in info.path}
@@ -136,22 +141,41 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--share", type=float, default=0.2, help="of store calls that fail")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", action="store_true", help="through a Prefect server and its workers")
     options = parser.parse_args()
+    part = options.share / 20
+    faults = Faults(slow_down=8 * part, cut_upload=4 * part, lost_reply=4 * part, cut_reply=4 * part)
+    with tempfile.TemporaryDirectory() as folder:
+        soak = through_workers if options.workers else through_the_library
+        soak(options, Path(folder), faults)
+
+
+def through_the_library(options: Any, folder: Path, faults: Faults) -> None:
+    """Runs whose lanes are processes of this one."""
     layertap.watch.BEAT_S = BEAT_S
     multiprocessing.set_forkserver_preload(["tests.soak"])
-    with tempfile.TemporaryDirectory() as folder:
-        server = ObjectServer.start(Path(folder) / "objects", ports=ServerPorts.free(), buckets=[BUCKET])
-        try:
-            part = options.share / 20
-            faults = Faults(slow_down=8 * part, cut_upload=4 * part, lost_reply=4 * part, cut_reply=4 * part)
-            with Proxy(server.ports.s3, faults, seed=options.seed).running() as proxy:
-                os.environ |= {**server.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}
-                soak(options, Path(folder), server, proxy)
-        finally:
-            server.stop()
+    server = ObjectServer.start(folder / "objects", ports=ServerPorts.free(), buckets=[BUCKET])
+    try:
+        with Proxy(server.ports.s3, faults, seed=options.seed).running() as proxy:
+            os.environ |= {**server.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}
+            go(options, folder, server, proxy, Soak)
+    finally:
+        server.stop()
 
 
-def soak(options: Any, folder: Path, server: ObjectServer, proxy: Proxy) -> None:
+def through_workers(options: Any, folder: Path, faults: Faults) -> None:
+    """Runs through a Prefect server and its workers."""
+    from tests.soak_workers import WorkersSoak, running_stack, use_proxy
+
+    with (
+        running_stack(folder, options.lanes) as (stack, server),
+        Proxy(server.ports.s3, faults, seed=options.seed).running() as proxy,
+    ):
+        use_proxy(stack, server, proxy)
+        go(options, folder, server, proxy, partial(WorkersSoak, stack=stack))
+
+
+def go(options: Any, folder: Path, server: ObjectServer, proxy: Proxy, make: Callable[..., "Soak"]) -> None:
     """All runs; a line of JSON for each."""
     model = tiny_llama()
     rows = some_rows(options.rows)
@@ -159,13 +183,11 @@ def soak(options: Any, folder: Path, server: ObjectServer, proxy: Proxy) -> None
     for number in range(options.runs):
         before, start = proxy.counts.copy(), time.monotonic()
         draw = random.Random(options.seed * 1000 + number)
-        run = Soak(number, settings, f"s3://{BUCKET}/run-{number}", options.lanes, options.kills, draw)
+        run = make(number, settings, f"s3://{BUCKET}/run-{number}", options.lanes, options.kills, draw)
         run.go()
         elapsed_s = time.monotonic() - start
-        direct = Store.s3(server.settings(BUCKET, prefix=f"run-{number}"), server.session())
-        found = run.check(direct, rows, model)
-        left = [p.pid for p in psutil.Process().children(recursive=True) if "lane-" in " ".join(p.cmdline())]
         done = proxy.counts - before
+        direct = Store.s3(server.settings(BUCKET, prefix=f"run-{number}"), server.session())
         line = {
             "run": number,
             "seconds": round(elapsed_s),
@@ -174,8 +196,8 @@ def soak(options: Any, folder: Path, server: ObjectServer, proxy: Proxy) -> None
             "starts": run.num_starts,
             "requests": done["requests"],
             "failed": sum(done.values()) - done["requests"],
-            **found,
-            "processes left": len(left) + sum(lane.is_alive() for lane in run.lanes),
+            **run.check(direct, rows, model),
+            "processes left": run.num_left(),
         }
         print(json.dumps(line), flush=True)
 

@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from layertap.coordinator import Run
 from layertap.errors import AlreadyExistsError, NotReadyError, StoreError, StoreRefusedError
 from layertap.object_server import ObjectServer
 from layertap.retries import PATIENT
 from layertap.s3 import Bucket
 from layertap.store import PART_BYTES, Store
 from layertap.store_check import check_store
+from layertap.verify import verify_root
 from tests.certificates import Authority
 from tests.conftest import BUCKET
-from tests.proxy import Proxy
+from tests.models import saved, tiny_llama
+from tests.proxy import Faults, Proxy
+from tests.runs import assert_read_back, run_lane, save_rows, settings_for, some_rows
 
 QUICK = {
     **PATIENT,
@@ -89,6 +93,23 @@ def test_an_object_from_pieces_is_whole_and_begun_anew_if_need_be(
         store.put_chunks("data/a", pieces)
         setattr(proxy.faults, fault, 0.0)
         assert store.get("data/a") == body
+
+
+def test_a_whole_run_gets_through_a_network_that_fails_at_every_fifth_call(
+    opened: Callable[..., Store], proxy: Proxy, tmp_path: Path
+) -> None:
+    model, rows, store = tiny_llama(), some_rows(60), opened()
+    settings = settings_for(save_rows(rows, tmp_path / "rows"), saved(model, tmp_path / "target"))
+    proxy.faults = Faults(slow_down=0.08, cut_upload=0.04, lost_reply=0.04, cut_reply=0.04)
+    run = Run.prepare(store, settings)
+    assert run.plan is not None
+    run_lane(store, run.plan.plan_id, settings.target)
+    run.publish().check(0.0)
+    assert Run.prepare(store, settings).plan is None
+    assert 0.1 < (sum(proxy.counts.values()) / proxy.counts["requests"] - 1) < 0.4
+    proxy.faults = Faults()
+    verify_root(store, num_rows=None).check()
+    assert_read_back(store, rows, model)
 
 
 @pytest.mark.parametrize("fault", ["slow_down", "cut_upload", "lost_reply"])

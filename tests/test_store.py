@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -117,6 +118,20 @@ def test_of_sixteen_creators_one_wins(store: Store) -> None:
         for thread in threads:
             thread.join()
         assert [store.get(f"state/claim-{attempt}")] == won
+
+
+def test_thirty_two_threads_share_a_store(store: Store) -> None:
+    def work(k: int) -> bool:
+        body = bytes([k]) * (1000 + k)
+        for path in (f"data/{k}-{i}" for i in range(4)):
+            store.put(path, body)
+            if store.get(path) != body or bytes(store.get_range(path, 10, k)) != body[10 : 10 + k]:
+                return False
+        return True
+
+    with ThreadPoolExecutor(32) as pool:
+        assert all(pool.map(work, range(1, 33)))
+    assert len(store.list("data")) == 32 * 4
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", "a//b", "", ".", "a/"])

@@ -1,6 +1,7 @@
 """The stack as tests see it: commands, what Prefect says of its runs, what its store holds."""
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -12,9 +13,11 @@ from typing import Any
 import httpx
 import psutil
 
+from deployments.daemons import check_port_free
 from deployments.stack import Stack
 from layertap.catalog import Catalog
-from layertap.object_server import ObjectServer
+from layertap.errors import InputError
+from layertap.object_server import ObjectServer, ServerPorts
 from layertap.store import Store
 
 LANES = 2
@@ -144,3 +147,17 @@ def start(arguments: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
     )
+
+
+def free_ports() -> tuple[int, int]:
+    """A port for Prefect, and the first of five in a row for the object server."""
+    while True:
+        first = random.randrange(12_000, 20_000, 10)
+        try:
+            check_port_free(first, purpose="a test", option="")
+            ServerPorts(
+                s3=first + 1, master=first + 2, volume=first + 3, filer=first + 4, admin=first + 5
+            ).check_free()
+            return first, first + 1
+        except InputError:
+            continue
