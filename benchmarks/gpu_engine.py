@@ -12,6 +12,7 @@ With `--gpus N` one process a GPU: first the first alone, then all at once.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,80 +80,105 @@ def dirty_bytes() -> int:
     return sum(int(fields[name].split()[0]) * 1024 for name in ("Dirty", "Writeback"))
 
 
-def extract_for(
-    seconds: float, extractor: Extractor, shards: list[ShardRows], folder: Path
-) -> tuple[list[ShardResult], float, int]:
-    """Extract shard after shard, two in flight, for about so long; returns results, seconds, dirty bytes."""
-    results: list[ShardResult] = []
+@dataclass
+class SteadyRun:
+    """The engine running on before and after the stretch that is measured."""
 
-    def one(number: int) -> None:
-        prefix = f"shard-{number:05d}"
-        result = extractor.extract_shard(
-            shards[number % len(shards)],
-            prefix,
-            on_progress=lambda *_: None,
-            should_stop=lambda: None,
-        )
-        results.append(result)
-        verifying.submit(verify_and_delete, folder, prefix, result).add_done_callback(Future.result)
+    extractor: Extractor
+    shards: list[ShardRows]
+    folder: Path
+    clock: Clock
+    stored: list[tuple[float, int, int]] = field(default_factory=list)
+    """When a batch was durable, its rows and its tokens."""
 
-    start = time.perf_counter()
-    with ThreadPoolExecutor(1) as verifying, ThreadPoolExecutor(2) as shards_in_flight:
-        running: set[Future[None]] = set()
-        number = 0
-        while time.perf_counter() - start < seconds:
-            while len(running) < 2:
-                running.add(shards_in_flight.submit(one, number))
-                number += 1
-            done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+    results: list[ShardResult] = field(default_factory=list)
+    spent: dict[str, float] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+    dirty_bytes: int = 0
+
+    def measure(self, seconds: float) -> tuple[float, int, int]:
+        """Extract shard after shard, two in flight.
+
+        Returns:
+            Seconds from the first batch stored in the stretch to the last; rows and tokens after the first.
+        """
+        with ThreadPoolExecutor(1) as self._verifying, ThreadPoolExecutor(2) as self._in_flight:
+            self._numbers = itertools.count()
+            self._running: set[Future[None]] = set()
+            self._go_on(WARM_S)
+            before, begin = self.clock.seconds, time.perf_counter()
+            self._go_on(seconds)
+            after, end = self.clock.seconds, time.perf_counter()
+            self.dirty_bytes = dirty_bytes()
+            for future in self._running:
+                future.result()
+        self.elapsed_s = end - begin
+        self.spent = {on: s - before.get(on, 0.0) for on, s in after.items()}
+        counted = sorted(batch for batch in self.stored if begin <= batch[0] <= end)
+        rows, tokens = (sum(batch[k] for batch in counted[1:]) for k in (1, 2))
+        return counted[-1][0] - counted[0][0], rows, tokens
+
+    def _go_on(self, seconds: float) -> None:
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            while len(self._running) < 2:
+                self._running.add(self._in_flight.submit(self._extract, next(self._numbers)))
+            done, self._running = wait(self._running, timeout=0.1, return_when=FIRST_COMPLETED)
             for future in done:
                 future.result()
-        for future in running:
-            future.result()
-        elapsed_s = time.perf_counter() - start
-        dirty = dirty_bytes()
-    return results, elapsed_s, dirty
+
+    def _extract(self, number: int) -> None:
+        prefix, so_far = f"shard-{number:05d}", (0, 0)
+
+        def note(rows: int, tokens: int) -> None:
+            nonlocal so_far
+            self.stored.append((time.perf_counter(), rows - so_far[0], tokens - so_far[1]))
+            so_far = rows, tokens
+
+        shard = self.shards[number % len(self.shards)]
+        result = self.extractor.extract_shard(shard, prefix, on_progress=note, should_stop=lambda: None)
+        self.results.append(result)
+        verified = self._verifying.submit(verify_and_delete, self.folder, prefix, result)
+        verified.add_done_callback(Future.result)
 
 
 def engine(
     seconds: float, options: argparse.Namespace, target: Target, shards: list[ShardRows], cost: Estimate
 ) -> dict[str, Any]:
-    """Figures of the engine over `options.seconds`."""
+    """Figures of the engine over `seconds` of steady state."""
     folder = Path(tempfile.mkdtemp(dir=options.out))
     clock, peaks, ended = Clock(), dict[str, float](), threading.Event()
     watcher = threading.Thread(target=watch_memory, args=(peaks, ended))
     watcher.start()
     try:
-        with Extractor(
-            target, Store.folder(folder), max_batch_bytes=cost.max_batch_bytes, clock=clock
-        ) as extractor:
-            if seconds > WARM_S:
-                extract_for(WARM_S, extractor, shards, folder)
-            before = clock.seconds
-            with timed_taps(target) as taps:
-                results, elapsed_s, dirty = extract_for(seconds, extractor, shards, folder)
+        with (
+            Extractor(
+                target, Store.folder(folder), max_batch_bytes=cost.max_batch_bytes, clock=clock
+            ) as extractor,
+            timed_taps(target) as taps,
+        ):
+            run = SteadyRun(extractor, shards, folder, clock)
+            counted_s, num_rows, num_tokens = run.measure(seconds)
     finally:
         shutil.rmtree(folder)
         ended.set()
         watcher.join()
-    spent = {on: s - before.get(on, 0.0) for on, s in clock.seconds.items()}
-    num_tokens = sum(r.num_tokens for r in results)
-    num_rows = sum(r.num_rows for r in results)
-    nbytes = sum(r.nbytes for r in results)
+    nbytes = num_tokens * target.spec.bytes_per_token(target.info.hidden_size)
     return {
-        "tokens_per_s": num_tokens / elapsed_s,
-        "samples_per_s": num_rows / elapsed_s,
-        "elapsed_s": elapsed_s,
+        "tokens_per_s": num_tokens / counted_s,
+        "samples_per_s": num_rows / counted_s,
+        "counted_s": counted_s,
         "num_rows": num_rows,
         "num_tokens": num_tokens,
         "written_gb": nbytes / 1e9,
-        "written_gb_per_s": nbytes / 1e9 / elapsed_s,
-        "dirty_gb_at_the_end": dirty / 1e9,
-        "seconds": spent,
-        "device_busy_share": sum(taps) / elapsed_s,
-        "outside_forward_share": 1 - spent["forward"] / elapsed_s,
-        "num_refused": sum(len(r.refused) for r in results),
-        "num_splits": sum(r.num_splits for r in results),
+        "written_gb_per_s": nbytes / 1e9 / counted_s,
+        "dirty_gb_at_the_end": run.dirty_bytes / 1e9,
+        "elapsed_s": run.elapsed_s,
+        "seconds": run.spent,
+        "device_busy_share": taps.get("busy share"),
+        "outside_forward_share": 1 - run.spent["forward"] / run.elapsed_s,
+        "num_refused": sum(len(r.refused) for r in run.results),
+        "num_splits": sum(r.num_splits for r in run.results),
         "host_memory_gib": peaks.get("host GiB", 0.0),
     }
 
@@ -222,9 +249,9 @@ def kernels(target: Target, ids_BT: torch.Tensor, num_rows: int = 20) -> list[di
 
 
 @contextmanager
-def timed_taps(target: Target) -> Iterator[list[float]]:
-    """Have the GPU itself time each forward pass of the block; the list holds its seconds afterwards."""
-    seconds, tap, pairs = list[float](), target.tap, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+def timed_taps(target: Target) -> Iterator[dict[str, float]]:
+    """Have the GPU itself time each forward pass of the block; afterwards says their share of its time."""
+    found, tap, pairs = dict[str, float](), target.tap, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
 
     def timed(ids_BT: torch.Tensor) -> list[torch.Tensor]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -236,10 +263,12 @@ def timed_taps(target: Target) -> Iterator[list[float]]:
 
     if target.device.type == "cuda":
         target.tap = timed  # type: ignore[method-assign]
-    yield seconds
+    yield found
     target.tap = tap  # type: ignore[method-assign]
     synchronize(target.device)
-    seconds.extend(start.elapsed_time(end) / 1e3 for start, end in pairs)
+    if pairs:
+        busy_ms = sum(start.elapsed_time(end) for start, end in pairs)
+        found["busy share"] = busy_ms / pairs[0][0].elapsed_time(pairs[-1][1])
 
 
 def synchronize(device: torch.device) -> None:

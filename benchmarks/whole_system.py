@@ -234,7 +234,10 @@ def measure(options: argparse.Namespace, run: Run, meter: HostMeter) -> None:
             run.wait(lambda: has_been_taken(run, killed[0]), "new claims to the dead lane's shards")
             killed += [kill(lane, run) for lane in names[1:-1]]
         keep("alone", alone(options, run, names[0], killed[-1]["at"], meter))
-        keep("ratio", {"to_one_alone": found["together"]["tokens_per_s"] / found["alone"]["tokens_per_s"]})
+        if found["alone"]["tokens_per_s"]:  # unless the others left it nothing to do
+            keep(
+                "ratio", {"to_one_alone": found["together"]["tokens_per_s"] / found["alone"]["tokens_per_s"]}
+            )
         wait_for_end(run)
         keep("killed", {one["lane"]: taken(run, one) for one in killed})
     else:

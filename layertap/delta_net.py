@@ -58,8 +58,7 @@ def _forward(self: Any, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> T
     num_rows, num_tokens, _ = hidden_states.shape
     projected = torch.split(functional.linear(hidden_states, self.projection), self.projection_sizes, dim=-1)
     mixed_BTC, z_BTC, b_BTV, a_BTV = projected
-    heads = (self.num_k_heads, self.num_k_heads, self.num_v_heads)
-    query, key, value = convolve(mixed_BTC, self.conv1d.weight.squeeze(1), heads, self.head_v_dim)
+    query, key, value = convolve(mixed_BTC, self.conv1d.weight.squeeze(1), self.num_k_heads, self.head_v_dim)
     out: Tensor = delta_rule(
         query, key, value, a_BTV.contiguous(), b_BTV.sigmoid().contiguous(), self.A_log, self.dt_bias
     )
@@ -68,54 +67,46 @@ def _forward(self: Any, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> T
     return projected_back
 
 
+@torch.library.custom_op("layertap::convolve", mutates_args=())
 def convolve(
-    mixed_BTC: Tensor, weight: Tensor, heads: tuple[int, int, int], head_size: int
+    mixed_BTC: Tensor, weight: Tensor, num_key_heads: int, head_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal depthwise convolution and SiLU; query and key are normalised.
 
     Args:
         mixed_BTC: query, key and value, [B, T, C], tokens any stride apart.
         weight: [C, taps], the last one for the token itself.
-        heads: of query, key and value.
+        num_key_heads: K, of query and of key.
         head_size: D.
 
     Returns:
         Query, key [B, T, K, D] and value [B, T, V, D], each contiguous.
     """
-    ends = [sum(heads[: k + 1]) * head_size for k in range(3)]
-    parts = [
-        convolve_heads(mixed_BTC, weight, end - num_heads * head_size, num_heads, head_size, k < 2)
-        for k, (end, num_heads) in enumerate(zip(ends, heads, strict=True))
-    ]
-    return parts[0], parts[1], parts[2]
-
-
-@torch.library.custom_op("layertap::convolve_heads", mutates_args=())
-def convolve_heads(
-    mixed_BTC: Tensor, weight: Tensor, first: int, num_heads: int, head_size: int, is_normed: bool
-) -> Tensor:
-    """The heads that begin at channel `first`, [B, T, heads, D]: convolved, activated, perhaps normalised."""
     if mixed_BTC.device.type == "cuda":
         from layertap.delta_net_kernel import launch
 
-        return launch(mixed_BTC, weight, first, num_heads, head_size, is_normed, L2NORM_EPS)
-    channels = slice(first, first + num_heads * head_size)
+        return launch(mixed_BTC, weight, num_key_heads, head_size, L2NORM_EPS)
     num_taps, num_tokens = weight.shape[-1], mixed_BTC.shape[1]
-    padded = functional.pad(mixed_BTC[:, :, channels], (0, 0, num_taps - 1, 0)).float()
-    taps = weight[channels].float()
+    padded, taps = functional.pad(mixed_BTC, (0, 0, num_taps - 1, 0)).float(), weight.float()
     out = sum((padded[:, k : k + num_tokens] * taps[:, k] for k in range(num_taps)), padded.new_zeros(()))
-    heads: Tensor = functional.silu(out).to(mixed_BTC.dtype).reshape(*out.shape[:2], num_heads, head_size)
-    if is_normed:
-        wide = heads.float()
-        heads = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPS)).to(heads.dtype)
-    return heads
+    heads = functional.silu(out).to(mixed_BTC.dtype).reshape(*mixed_BTC.shape[:2], -1, head_size)
+    query, key, value = heads.tensor_split((num_key_heads, 2 * num_key_heads), dim=2)
+    return _normalised(query), _normalised(key), value.contiguous()
 
 
-@convolve_heads.register_fake
-def _(
-    mixed_BTC: Tensor, weight: Tensor, first: int, num_heads: int, head_size: int, is_normed: bool
-) -> Tensor:
-    return mixed_BTC.new_empty((*mixed_BTC.shape[:2], num_heads, head_size))
+@convolve.register_fake
+def _(mixed_BTC: Tensor, weight: Tensor, num_key_heads: int, head_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    num_heads = mixed_BTC.shape[-1] // head_size
+    query, key, value = (
+        mixed_BTC.new_empty((*mixed_BTC.shape[:2], count, head_size))
+        for count in (num_key_heads, num_key_heads, num_heads - 2 * num_key_heads)
+    )
+    return query, key, value
+
+
+def _normalised(heads: Tensor) -> Tensor:
+    wide = heads.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPS)).to(heads.dtype).contiguous()
 
 
 @torch.library.custom_op("layertap::gated_delta_rule_of_gate", mutates_args=())
