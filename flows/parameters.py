@@ -51,6 +51,9 @@ class Advanced(Form):
     id_column: str = Field(default="id", min_length=1, description="Column of row ids, if any.")
     max_batch_tokens: int = Field(default=8192, ge=1, description="Rows of a batch times its longest row.")
     shard_tokens: int = Field(default=2_000_000, ge=1, description="Tokens of a shard, the unit of retries.")
+    check_space: bool = Field(
+        default=True, description="Refuse to begin when the root's disk has no room for all of it."
+    )
     compiled: bool = Field(
         default=True, description="Compile the decoder layers on GPUs: a third faster after a minute's start."
     )
@@ -179,6 +182,7 @@ class Extraction(Form):
             too_long=more.too_long,
             plan=PlanSettings(max_batch_tokens=more.max_batch_tokens, shard_tokens=more.shard_tokens),
             max_refused_share=more.max_refused_share,
+            check_space=more.check_space,
         )
 
 

@@ -80,7 +80,8 @@ class Run:
         plan = preview.plan(rows)
         record, cost = None, preview.estimate(plan)
         if len(rows):
-            check_space(store, cost.data_bytes)
+            if settings.check_space:
+                check_space(store, cost.data_bytes)
             record = take_up(
                 catalog,
                 plan,

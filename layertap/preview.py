@@ -54,6 +54,9 @@ class RunSettings:
     max_refused_share: float = 0.01
     """Share of the dataset's rows that may be missing in the end before the run counts as failed."""
 
+    check_space: bool = True
+    """Whether a folder must have room for all that is to be stored before anything is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:

@@ -1,6 +1,7 @@
 """A run from its plan to its version, on a real store with a real small target, without a scheduler."""
 
 import shutil
+from dataclasses import replace
 import time
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,7 @@ def test_a_folder_without_room_is_refused_before_any_work(
     with pytest.raises(StoreRefusedError, match="has 0.0 GB free, and .* GB are to be stored: make room"):
         Run.prepare(folder_store, settings)
     assert not folder_store.list("plans")
+    assert Run.prepare(folder_store, replace(settings, check_space=False)).plan is not None
 
 
 def test_all_that_a_host_lacks_is_told_in_one_message(tmp_path: Path, target: str) -> None:
