@@ -148,11 +148,11 @@ def markdown(failures: Collection[ShardFailure], uri: str, *, at_most: int) -> s
         "",
         "Only what is missing is computed, with any number of lanes.",
         "",
-        "| shard | why | lane | host | device | rows |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| shard | why | lane |",
+        "| --- | --- | --- |",
     ]
     for one in shown:
-        cells = (one.shard, one.reason, one.lane, one.host, one.device, f"{one.num_rows:,}")
+        cells = (one.shard, one.reason, one.lane)
         lines.append(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |")
     for one in shown:
         lines += ["", f"**Shard {one.shard}**", "", "```", str(one), "```"]

@@ -119,6 +119,17 @@ def _root(parameters: dict[str, Any]) -> Any:
     return form.get("root")
 
 
+def run_of(stack: RealStack, flow: str, root: str, state: str) -> dict[str, Any]:
+    """The newest run of a flow on a root, once it is in the state."""
+
+    def found() -> dict[str, Any] | None:
+        runs = stack.runs_of(flow, root)
+        return runs[-1] if runs and runs[-1]["state_type"] == state else None
+
+    run: dict[str, Any] = wait_for(found)
+    return run
+
+
 def working_lanes(stack: RealStack, root: str) -> list[dict[str, Any]]:
     """The lanes that run on a root."""
     return [lane for lane in stack.runs_of("extraction_lane", root) if lane["state_type"] == "RUNNING"]

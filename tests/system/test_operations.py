@@ -2,7 +2,6 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from tests.system.stacks import (
     damaged_shard,
     failing_layertap,
     layertap,
+    run_of,
     start,
     wait_for,
     working_lanes,
@@ -22,17 +22,6 @@ from tests.system.stacks import (
 from tests.system.test_extraction import assert_succeeds, final_states, wait_until_under_way
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
-
-
-def run_of(stack: RealStack, flow: str, root: str, state: str) -> dict[str, Any]:
-    """The newest run of a flow on a root, once it is in the state."""
-
-    def found() -> dict[str, Any] | None:
-        runs = stack.runs_of(flow, root)
-        return runs[-1] if runs and runs[-1]["state_type"] == state else None
-
-    run: dict[str, Any] = wait_for(found)
-    return run
 
 
 def set_state(stack: RealStack, flow_run: str, kind: str, name: str) -> None:
