@@ -10,8 +10,6 @@ SILENCE = timedelta(minutes=10)
 """After so long without a heartbeat a run is dead. Loading a model may hold the GIL, and a server that was
 away for five minutes must not take every run for dead when it is back."""
 
-SILENT = "no heartbeat for 10 minutes: its host or its process is gone"
-
 MAX_RUNS = 5
 """Coordinators that went silent are started again until they have run so often."""
 
@@ -20,15 +18,16 @@ FLOWS = [*COORDINATORS, "extraction_lane", "prepare_dataset", "cancel_extraction
 ENDS = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")]
 
 
-def make_automations() -> list[str]:
+def make_automations(silence: timedelta = SILENCE) -> list[str]:
     """Make the automations, or bring them up to date; returns their names."""
-    made = [_declare_dead(), _replace_coordinator(), _end_cancelled()]
+    silent = f"no heartbeat for {silence.total_seconds():g} s: its host or its process is gone"
+    made = [_declare_dead(silence, silent), _replace_coordinator(silent), _end_cancelled()]
     for automation in made:
         _save(automation)
     return [str(automation.name) for automation in made]
 
 
-def _declare_dead() -> Any:
+def _declare_dead(silence: timedelta, silent: str) -> Any:
     from prefect.automations import Automation, ChangeFlowRunState, EventTrigger, Posture
     from prefect.client.schemas.objects import StateType
 
@@ -43,13 +42,13 @@ def _declare_dead() -> Any:
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
-            within=SILENCE,
+            within=silence,
         ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, name=None, message=SILENT, force=False)],
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, name=None, message=silent, force=False)],
     )
 
 
-def _replace_coordinator() -> Any:
+def _replace_coordinator(silent: str) -> Any:
     from prefect.automations import Automation, ChangeFlowRunState, EventTrigger, Posture
     from prefect.client.schemas.objects import StateType
 
@@ -59,7 +58,7 @@ def _replace_coordinator() -> Any:
             expect={"prefect.flow-run.Crashed"},
             match={
                 "prefect.resource.id": "prefect.flow-run.*",
-                "prefect.state-message": SILENT,
+                "prefect.state-message": silent,
                 "prefect.run-count": [str(count) for count in range(MAX_RUNS)],
             },
             match_related=_of(COORDINATORS),

@@ -8,6 +8,7 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from flows import OPTIONS
 from flows.extract import extract
 from flows.parameters import Extraction, Reextraction, Retry
 from layertap.dataset import TokenDataset
@@ -20,12 +21,7 @@ from tasks.storage import dataset_files, local_dataset, open_store
 POLL_S = 5.0
 
 
-@flow(
-    name="retry_failed_shards",
-    flow_run_name="{retry.run_name}",
-    persist_result=False,
-    result_serializer="json",
-)
+@flow(name="retry_failed_shards", flow_run_name="{retry.run_name}", **OPTIONS)
 def retry_failed_shards(retry: Retry) -> State[Any]:
     """Finish what the last run on a root left undone, whether or not that run is still known to Prefect.
 
@@ -36,12 +32,7 @@ def retry_failed_shards(retry: Retry) -> State[Any]:
     )
 
 
-@flow(
-    name="reextract_when_changed",
-    flow_run_name="{reextraction.run_name}",
-    persist_result=False,
-    result_serializer="json",
-)
+@flow(name="reextract_when_changed", flow_run_name="{reextraction.run_name}", **OPTIONS)
 def reextract_when_changed(reextraction: Reextraction) -> State[Any]:
     """Bring a root up to its dataset, if that has changed since the newest version was published.
 

@@ -10,6 +10,7 @@ from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFi
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled, Cancelling
 
+from flows import OPTIONS
 from layertap.catalog import Catalog
 from layertap.run_records import RunRecord, RunRecords
 from layertap.store import Store
@@ -23,7 +24,7 @@ POLL_S = 2.0
 MAX_LANES = 200
 
 
-@flow(name="cancel_extraction", flow_run_name="cancel {flow_run_id}", persist_result=False)
+@flow(name="cancel_extraction", flow_run_name="cancel {flow_run_id}", **OPTIONS)
 def cancel_extraction(flow_run_id: str) -> str:
     """See a cancelled extraction to its end, also when its coordinator is dead.
 

@@ -11,7 +11,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
-from prefect.states import Cancelled, Cancelling
+from prefect.states import Cancelled, Cancelling, Crashed
 
 from layertap.errors import LayertapError
 from layertap.shard_state import ShardState
@@ -28,6 +28,9 @@ START_S = 300.0
 
 IDLE_S = 1800.0
 """Seconds a lane may hold no shard while some wait; loading is shorter, so its host must have died."""
+
+GONE_S = 60.0
+"""Seconds a lane that was given up has to end by itself, after which its process must be gone."""
 
 LAST_LANE_S = 60.0
 """Seconds that lanes have to end by themselves when no work is left."""
@@ -52,7 +55,9 @@ class Lanes:
         self._names: dict[UUID, str] = {}
         self._seen_working: set[str] = set()
         self._idle_since: dict[UUID, float] = {}
-        self._lost: set[UUID] = set()
+        self._lost: dict[UUID, float] = {}
+        """Lanes that were given up, and when."""
+
         self._num_committed = self._num_forgiven = 0
         # Unique over coordinators and their retries: the store counts the lanes on which a shard failed.
         self._prefix = f"lane-{str(runtime.flow_run.id)[:8]}-{runtime.flow_run.run_count}"
@@ -67,6 +72,7 @@ class Lanes:
         with server_may_be_away():
             self._look()
             self._end_lost(progress)
+            self._bury(GONE_S)
             self._forgive(progress)
             for _ in range(self._num_missing(progress)):
                 self._dispatch()
@@ -110,13 +116,19 @@ class Lanes:
             self._num_committed, self._num_forgiven = num_committed, self._num_dead()
 
     def _num_dead(self) -> int:
-        states = self._states.values()
-        return len(self._lost) + sum(state.is_failed() or state.is_crashed() for state in states)
+        states = self._states.items()
+        return sum(k in self._lost or state.is_failed() or state.is_crashed() for k, state in states)
 
     def _give_up(self, flow_run: UUID, reason: str) -> None:
         self._log.warning("%s is lost: %s", self._names[flow_run], reason)
-        self._lost.add(flow_run)
+        self._lost[flow_run] = time.monotonic()
         self._cancel(flow_run)
+
+    def _bury(self, patience_s: float) -> None:
+        """End lanes that were given up and don't say that they ended: nobody is there to do it."""
+        for k, since_s in self._lost.items():
+            if not self._states[k].is_final() and time.monotonic() - since_s > patience_s:
+                self._set_state(k, Crashed(message="its process was gone"))
 
     def _live(self) -> list[UUID]:
         return [k for k, state in self._states.items() if not state.is_final() and k not in self._lost]
@@ -161,11 +173,14 @@ class Lanes:
 
     def _cancel(self, flow_run: UUID) -> None:
         """End a lane. Cancelling would hang on one whose engine hasn't begun: nobody would carry it out."""
+        if self._states[flow_run].is_running():
+            self._set_state(flow_run, Cancelling())
+        else:
+            self._set_state(flow_run, Cancelled(message="not needed any more"))
+
+    def _set_state(self, flow_run: UUID, state: State[Any]) -> None:
         with server_may_be_away(), get_client(sync_client=True) as client:
-            if self._states[flow_run].is_running():
-                client.set_flow_run_state(flow_run, Cancelling())
-            else:
-                client.set_flow_run_state(flow_run, Cancelled(message="not needed any more"), force=True)
+            client.set_flow_run_state(flow_run, state, force=state.is_final())
 
     def __enter__(self) -> Self:
         return self
@@ -180,11 +195,17 @@ class Lanes:
             for k in set(self._live()) - set(working):
                 self._cancel(k)
             deadline = time.monotonic() + LAST_LANE_S
-            while (left := set(working) & set(self._live())) and time.monotonic() < deadline:
+            while error is None and self._ending(working) and time.monotonic() < deadline:
                 time.sleep(1.0)
                 self._look()
-            for k in left:
+            for k in set(working) & set(self._live()):
                 self._cancel(k)
+            if error is None:
+                self._bury(0.0)
+
+    def _ending(self, working: Sequence[UUID]) -> list[UUID]:
+        """Of lanes that worked to the end or were given up, those that Prefect doesn't know to have ended."""
+        return [k for k in (*working, *self._lost) if not self._states[k].is_final()]
 
 
 def _read(client: SyncPrefectClient, ids: list[UUID]) -> list[FlowRun]:

@@ -10,6 +10,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed
 
+from flows import OPTIONS
 from flows.dispatch import Lanes
 from flows.parameters import Extraction
 from layertap.coordinator import Run
@@ -25,12 +26,7 @@ POLL_S = 3.0
 """Seconds between two looks at the store."""
 
 
-@flow(
-    name="extract_hidden_states",
-    flow_run_name="{extraction.run_name}",
-    persist_result=False,
-    result_serializer="json",
-)
+@flow(name="extract_hidden_states", flow_run_name="{extraction.run_name}", **OPTIONS)
 def extract_hidden_states(extraction: Extraction) -> State[Any]:
     """Extract the hidden states of a dataset's rows and publish them as a version of the root.
 

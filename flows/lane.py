@@ -8,6 +8,7 @@ from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows import OPTIONS
 from layertap.catalog import Catalog, Claim
 from layertap.errors import StoppedError
 from layertap.failures import forget_failures
@@ -21,9 +22,8 @@ from tasks.storage import open_store
 @flow(
     name="extraction_lane",
     flow_run_name="{name}",
-    persist_result=False,
-    result_serializer="json",
     task_runner=ThreadPoolTaskRunner(max_workers=IN_FLIGHT),  # type: ignore[arg-type]
+    **OPTIONS,
 )
 def extraction_lane(
     storage: str,

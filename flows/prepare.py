@@ -6,11 +6,12 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from flows import OPTIONS
 from flows.parameters import Preparation
 from layertap.prepare import prepare_chats
 
 
-@flow(name="prepare_dataset", persist_result=False, result_serializer="json")
+@flow(name="prepare_dataset", **OPTIONS)
 def prepare_dataset(preparation: Preparation) -> State[Any]:
     """Tokenise chats with the target's template; the loss mask marks the assistant's tokens."""
     prepared = prepare_chats(

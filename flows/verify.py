@@ -7,13 +7,14 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from flows import OPTIONS
 from flows.parameters import Verification
 from layertap.verify import verify_root
 from tasks.artifacts import VERIFICATION
 from tasks.storage import open_store
 
 
-@flow(name="verify", persist_result=False, result_serializer="json")
+@flow(name="verify", **OPTIONS)
 def verify(verification: Verification) -> State[Any]:
     """Read a root back: records, headers, checksums, states; fails with what isn't as it was written."""
     report = verify_root(

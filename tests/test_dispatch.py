@@ -8,7 +8,7 @@ import pytest
 from prefect.client.schemas.objects import State, StateType
 
 from flows import dispatch
-from flows.dispatch import IDLE_S, SPARE_DEATHS, START_S, Lanes, LanesLostError
+from flows.dispatch import GONE_S, IDLE_S, SPARE_DEATHS, START_S, Lanes, LanesLostError
 from layertap.watch import RunProgress
 
 RUNNING, PENDING = State(type=StateType.RUNNING), State(type=StateType.PENDING)
@@ -30,8 +30,10 @@ class OfflineLanes(Lanes):
         self._names[flow_run] = f"lane-{len(self._states)}"
         self._states[flow_run] = RUNNING
 
-    def _cancel(self, flow_run: UUID) -> None:
+    def _set_state(self, flow_run: UUID, state: State[Any]) -> None:
+        """As Prefect does where nobody lives to carry a Cancelling out."""
         self.ended.append(self._names[flow_run])
+        self._states[flow_run] = state
 
     def becomes(self, name: str, state: State[Any]) -> None:
         self._states[next(k for k, n in self._names.items() if n == name)] = state
@@ -84,6 +86,19 @@ def test_a_lane_with_stale_claims_is_given_up_and_an_idle_one_beside_it_is_not(c
     lanes.tend(seen("lane-0", "lane-1"))
     lanes.tend(seen(claimable=1, silent=("lane-1",)))
     assert lanes.ended == ["lane-1"]
+
+
+def test_a_lane_that_was_given_up_and_never_ends_is_ended_for_it_and_counts_once(clock: list[float]) -> None:
+    lanes = OfflineLanes(1)
+    lanes.tend(seen())
+    lanes.tend(seen("lane-0"))
+    lanes.tend(seen(silent=("lane-0",)))
+    (lost, state), *_ = lanes._states.items()
+    assert state.is_cancelling()
+    clock[0] = GONE_S + 1
+    lanes.tend(seen("lane-1"))
+    assert lanes._states[lost].is_crashed()
+    assert (lanes._num_dead(), len(lanes._live())) == (1, 1)
 
 
 def test_a_lane_that_never_claims_though_shards_wait_is_given_up(clock: list[float]) -> None:

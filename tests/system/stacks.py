@@ -68,6 +68,26 @@ class RealStack:
         database = ["--database", self.stack.database] if self.stack.database else []
         layertap("up", "--state", self.state, *ports, "--lanes", str(LANES), *database)
 
+    def start_workers(self) -> None:
+        """As on hosts that come back: nothing else of the stack is touched."""
+        for name, options in (("control", ["--control"]), ("lanes", ["--lanes", str(LANES)])):
+            self.stack.daemon(name).start(command("workers", *options), self.stack.environment())
+
+    def declare_dead_after(self, silence_s: float) -> None:
+        """Have the automations wait so long for a heartbeat, until the next `up`."""
+        code = (
+            "from datetime import timedelta\n"
+            "from deployments.automations import make_automations\n"
+            f"make_automations(timedelta(seconds={silence_s}))"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, env=self.stack.environment())
+
+    def num_heartbeats(self, flow_run: str) -> int:
+        """Heartbeats of a flow run that the server has seen."""
+        resource = {"id": [f"prefect.flow-run.{flow_run}"]}
+        sought = {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": resource}
+        return int(self.post("events/filter", {"filter": sought, "limit": 10})["total"])
+
     def run_options(self, dataset: str, target: str, root: str, *, shard_tokens: int = 600) -> list[str]:
         return [
             *("run", dataset, "--target", target, "--layers", "0,2,3", "--dtype", "float32"),

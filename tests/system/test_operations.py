@@ -23,6 +23,16 @@ from tests.system.test_extraction import assert_succeeds, final_states, wait_unt
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
+ON_POSTGRES = [pytest.param("postgres", marks=pytest.mark.debian)]
+
+SILENCE_S = 60.0
+"""Seconds; two heartbeats, of which Prefect sends no more than one in 30 s."""
+
+
+def state_of(stack: RealStack, flow_run: str) -> str:
+    (found,) = stack.ask("flow_runs", flow_runs={"id": {"any_": [flow_run]}})
+    return str(found["state_type"])
+
 
 def set_state(stack: RealStack, flow_run: str, kind: str, name: str) -> None:
     """What the buttons of the UI do."""
@@ -129,6 +139,45 @@ def test_a_server_that_restarts_in_mid_run_stops_nothing(
     stack.up()
     assert_succeeds(run)
     assert_read_back(stack.store("restarted"), rows, tiny_llama())
+
+
+def kill_hosts(stack: RealStack, flow_runs: list[str]) -> None:
+    """As a power cut does: workers and engines die, and nobody tells the server."""
+    engines = [stack.engine(flow_run) for flow_run in flow_runs]
+    for name in ("control", "lanes"):
+        supervisor = stack.stack.daemon(name).process()
+        assert supervisor is not None
+        for process in (supervisor, *supervisor.children()):
+            process.kill()
+    for engine in engines:
+        engine.kill()
+
+
+@pytest.mark.parametrize("stack", ON_POSTGRES, indirect=True)
+def test_after_a_power_cut_runs_are_found_dead_and_the_coordinator_starts_again(
+    stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    rows = some_rows(1003, seed=9)
+    stack.declare_dead_after(SILENCE_S)
+    run = start(stack.run_options(save_rows(rows, tmp_path / "rows"), target, "power-cut", shard_tokens=150))
+    wait_until_under_way(stack, "power-cut", run)
+    (coordinator,) = stack.runs_of("extract_hidden_states", "power-cut")
+    lanes = working_lanes(stack, "power-cut")
+    dead = [coordinator["id"], *(lane["id"] for lane in lanes)]
+    wait_for(lambda: all(map(stack.num_heartbeats, dead)))
+    before = set(stack.outcomes("power-cut"))
+    kill_hosts(stack, dead)
+    assert {state_of(stack, flow_run) for flow_run in dead} == {"RUNNING"}
+
+    stack.start_workers()
+    assert_succeeds(run)
+    again, *_ = stack.runs_of("extract_hidden_states", "power-cut")
+    assert (again["id"], again["run_count"]) == (coordinator["id"], 2)
+    wait_for(lambda: {state_of(stack, lane["id"]) for lane in lanes} == {"CRASHED"})
+    assert set(final_states(stack, "power-cut").values()) <= {"CRASHED", "COMPLETED", "CANCELLED"}
+    assert before <= set(stack.outcomes("power-cut"))
+    assert_read_back(stack.store("power-cut"), rows, tiny_llama())
+    stack.up()
 
 
 def test_a_shard_that_fails_says_why_and_is_retried_when_the_reason_is_gone(
