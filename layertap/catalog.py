@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -300,9 +300,16 @@ class Catalog:
             may_be_tried_again(row) for k in committed for row in self.outcome(plan_id, k).refused
         )
 
-    def last_failure(self, plan_id: str, shard: int) -> dict[str, Any]:
-        """The latest recorded failure of a shard; its `error` also tells of lanes that died in silence."""
-        names = self.snapshot(plan_id).names.get(shard, [])
+    def last_failure(self, plan_id: str, shard: int, names: Collection[str] | None = None) -> dict[str, Any]:
+        """The latest recorded failure of a shard; its `error` also tells of lanes that died in silence.
+
+        Args:
+            plan_id: its plan.
+            shard: its number.
+            names: its state objects, from a snapshot; one is taken by default.
+        """
+        if names is None:
+            names = self.snapshot(plan_id).names.get(shard, [])
         failures = [name for name in names if name.startswith("fail-")]
         if not failures:
             claims = sum(name.startswith("claim-") for name in names)

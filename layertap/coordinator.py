@@ -14,6 +14,7 @@ from layertap.preview import Preview, RunSettings
 from layertap.report import Report, Work, put_missing_rows
 from layertap.resume import take_up
 from layertap.run_records import RunRecord, RunRecords
+from layertap.shard_table import put_shard_table
 from layertap.spec import FORMAT_VERSION
 from layertap.store import Store
 from layertap.store_check import check_space, check_store
@@ -141,6 +142,7 @@ class Run:
             missing=versions.missing(version),
             missing_rows=put_missing_rows(self.catalog.store, version),
             failures=watch.failures() if watch else {},
+            shard_table=put_shard_table(self.catalog, self.plan) if self.plan else "",
             work=watch.work(bytes_per_token) if watch else Work(),
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from layertap.catalog import Catalog
+from layertap.catalog import Catalog, ShardRecord
 from layertap.shard_state import ShardState, ShardStatus, shard_state
 
 HOPELESS = "failed for good"
@@ -107,22 +107,27 @@ def _of_plan(catalog: Catalog, plan_id: str) -> list[ShardFailure]:
         return []
     records = catalog.plan(plan_id).shards
     return [
-        _read(catalog, plan_id, shard, status, records[shard].num_rows, records[shard].num_tokens)
+        _read(catalog, plan_id, shard, status, names[shard], records[shard])
         for shard, status in failed.items()
     ]
 
 
 def _read(
-    catalog: Catalog, plan_id: str, shard: int, status: ShardStatus, num_rows: int, num_tokens: int
+    catalog: Catalog,
+    plan_id: str,
+    shard: int,
+    status: ShardStatus,
+    names: Collection[str],
+    record: ShardRecord,
 ) -> ShardFailure:
-    told = catalog.last_failure(plan_id, shard)
+    told = catalog.last_failure(plan_id, shard, names)
     if not status.num_failures:  # nobody wrote anything down; the last claim says whose lane it was
         told = {**catalog.read_claim(plan_id, shard, status.claim), **told}
     return ShardFailure(
         plan_id=plan_id,
         shard=shard,
-        num_rows=num_rows,
-        num_tokens=num_tokens,
+        num_rows=record.num_rows,
+        num_tokens=record.num_tokens,
         state=HOPELESS if status.state == ShardState.FAILED else TRIED_AGAIN,
         num_failures=status.num_failures,
         num_deaths=status.num_deaths,

@@ -83,6 +83,9 @@ class Report:
     failures: dict[int, str]
     """Shard that failed for good -> its last error."""
 
+    shard_table: str
+    """Path of a Parquet file with how each shard of the plan stands; empty where nothing was planned."""
+
     work: Work
 
     def check(self, max_refused_share: float) -> None:
@@ -127,6 +130,8 @@ class Report:
             f'HiddenStates("{self.uri}", version={version.number})',
             "```",
         ]
+        if self.shard_table:
+            lines += ["", f"Each shard, with its lane and its times: {self.uri}/{self.shard_table}"]
         if self.failures:
             lines += ["", *_table(("shard", "last error"), self.failures), ""]
             lines += [f"More of them: `layertap failures {self.uri}`. "]

@@ -127,7 +127,11 @@ class Watch:
     def failures(self) -> dict[int, str]:
         """Shards that had failed for good at the last look, with their last error."""
         failed = [k for k, status in self._statuses.items() if status.state == ShardState.FAILED]
-        return {k: self.catalog.last_failure(self.plan.plan_id, k)["error"] for k in failed}
+        return {k: self._last_failure(k)["error"] for k in failed}
+
+    def _last_failure(self, shard: int) -> dict[str, Any]:
+        names = self._watcher.names.get(shard, [])
+        return self.catalog.last_failure(self.plan.plan_id, shard, names)
 
     def _ended(self, shard: int) -> dict[str, str]:
         """The lane of a shard that is settled, and the first line of a failure's error; each is read once."""
@@ -139,7 +143,7 @@ class Watch:
             if status.state == ShardState.COMMITTED:
                 ending = {"lane": self.catalog.outcome(plan_id, shard).lane}
             else:
-                failure = self.catalog.last_failure(plan_id, shard)
+                failure = self._last_failure(shard)
                 ending = {"lane": failure.get("lane", ""), "error": failure["error"].splitlines()[0]}
             self._endings[key] = ending
         return self._endings[key]

@@ -34,6 +34,8 @@ class Watcher:
         self._looked_at = clock()
         self._watched_s = 0.0
         self._seen: dict[int, tuple[tuple[int, str | None], float]] = {}
+        self.names: dict[int, list[str]] = {}
+        """State objects of each shard at the last look, as `Snapshot.names`."""
 
     def poll(self) -> dict[int, ShardStatus]:
         """The status of every shard of the plan."""
@@ -41,8 +43,9 @@ class Watcher:
         self._watched_s += min(now - self._looked_at, self._beat_s)
         self._looked_at = now
         snapshot = self._catalog.snapshot(self._plan_id)
+        self.names = snapshot.names
         return {
-            shard: shard_state(snapshot.names.get(shard, ()), self._stale(shard, snapshot))
+            shard: shard_state(self.names.get(shard, ()), self._stale(shard, snapshot))
             for shard in range(self._num_shards)
         }
 
