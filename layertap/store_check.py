@@ -80,8 +80,8 @@ def check_space(store: Store, num_bytes: int) -> None:
     if free < num_bytes:
         raise StoreRefusedError(
             f"{store.uri} has {free / 1e9:,.1f} GB free, and {num_bytes / 1e9:,.1f} GB are to be stored: "
-            "make room, take another folder, extract fewer layers or rows, or, if files move away while the run "
-            "goes on, switch check_space off"
+            "make room, take another folder, extract fewer layers or rows, or, if files move away while the "
+            "run goes on, switch check_space off"
         )
 
 

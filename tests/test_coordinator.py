@@ -1,8 +1,8 @@
 """A run from its plan to its version, on a real store with a real small target, without a scheduler."""
 
 import shutil
-from dataclasses import replace
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

@@ -102,7 +102,9 @@ def test_the_advanced_group_is_folded_away_until_it_is_asked_for() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match="no shard_token; it has check_space, compiled, dataset, .*shard_tokens"):
+    with pytest.raises(
+        InputError, match="no shard_token; it has check_space, compiled, dataset, .*shard_tokens"
+    ):
         Extraction.of({**FORM, "shard_token": 3})
 
 
