@@ -230,7 +230,7 @@ class TargetFiles:
         except NotFoundError as error:
             raise CatalogError(
                 f"{store.uri} holds nothing of its target beside the states: there is no {RECORD}. The first "
-                "lane of a run writes it"
+                "lane of a run writes it, into an older root too: start one with a row that isn't stored yet"
             ) from error
         self.record = read_record(RECORD, data, TargetRecord.from_dict)
 

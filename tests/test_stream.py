@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_ranks_and_real_workers_share_the_rows(root: Path) -> None:
 
 def _share_the_rows(root: Path) -> None:
     states = HiddenStates(root)
-    for num_ranks, num_workers in [(1, 4), (2, 3), (8, 0)]:
+    for num_ranks, num_workers in [*((1 + k, k % 5) for k in range(8)), (2, 3), (3, 4), (5, 1)]:
         seen: list[int] = []
         num_steps = set()
         for rank in range(num_ranks):
@@ -99,6 +100,29 @@ def _share_the_rows(root: Path) -> None:
             seen += rows_in(batches)
         assert sorted(seen) == list(range(NUM_ROWS)), (num_ranks, num_workers)
         assert len(num_steps) == 1
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("num_workers", range(5))
+def test_any_ranks_and_workers_share_the_rows(
+    states: HiddenStates, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_workers: int
+) -> None:
+    """As a worker sees itself, without its process."""
+    seen: list[int] = []
+    num_steps = []
+    for rank in range(num_ranks):
+        stream = states.stream(
+            batch_size=3, rank=rank, num_ranks=num_ranks, window_bytes=SMALL_WINDOW, num_threads=1
+        )
+        num_steps.append(0)
+        for worker in range(max(1, num_workers)):
+            info = SimpleNamespace(id=worker, num_workers=num_workers) if num_workers else None
+            monkeypatch.setattr("layertap.stream.get_worker_info", lambda info=info: info)
+            batches = list(stream)
+            num_steps[-1] += len(batches)
+            seen += rows_in(batches)
+    assert sorted(seen) == list(range(NUM_ROWS))
+    assert len(set(num_steps)) == 1
 
 
 ways = st.sampled_from(
@@ -147,7 +171,7 @@ def _resume_with_workers(root: Path) -> None:
     expected = rows_in(loader)
     second_epoch = rows_in(loader)
     assert sorted(second_epoch) == list(range(NUM_ROWS)) and second_epoch != expected
-    for num_steps in (1, 8):
+    for num_steps in (0, 1, 2, 8, 19, 20):
         begun = opened().loader(3, **forked(3))
         first = rows_in(islice(begun, num_steps))
         state = json.loads(json.dumps(begun.state_dict()))
@@ -155,7 +179,7 @@ def _resume_with_workers(root: Path) -> None:
         again.load_state_dict(state)
         assert first + rows_in(again) == expected
         assert rows_in(again) == second_epoch
-        for num_workers in (0, 2):
+        for num_workers in (0, 2) if num_steps % 2 else (1, 4):
             other = opened().loader(num_workers, **forked(num_workers))
             other.load_state_dict(state)
             assert sorted(first + rows_in(other)) == list(range(NUM_ROWS))
@@ -185,12 +209,13 @@ def _resume_with_torchdata(root: Path) -> None:
             assert first + rows_in(again) == expected
 
 
-def test_a_killed_reader_loses_and_repeats_nothing(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_killed_reader_loses_and_repeats_nothing(root: Path, tmp_path: Path, num_workers: int) -> None:
     """SIGKILL at some step, again and again; state and rows are one line of the consumer's log."""
     log = tmp_path / "log"
     spawn = multiprocessing.get_context("spawn")
     for num_steps in (1, 4, 100):
-        process = spawn.Process(target=_train, args=(root, log))
+        process = spawn.Process(target=_train, args=(root, log, num_workers))
         process.start()
         target = len(_lines(log)) + num_steps
         while process.is_alive() and len(_lines(log)) < target:
@@ -208,16 +233,17 @@ def _lines(log: Path) -> list[str]:
     return log.read_text().split("\n")[:-1] if log.exists() else []
 
 
-def _train(root: Path, log: Path) -> None:
+def _train(root: Path, log: Path, num_workers: int) -> None:
     stream = HiddenStates(root).stream(batch_size=4, window_bytes=SMALL_WINDOW)
+    loader = stream.loader(num_workers, **forked(num_workers))
     lines = _lines(log)
     log.write_text("".join(line + "\n" for line in lines))
     if lines:
-        stream.load_state_dict(json.loads(lines[-1])["state"])
+        loader.load_state_dict(json.loads(lines[-1])["state"])
     with log.open("a") as file:
-        for batch in stream:
+        for batch in loader:
             print(
-                json.dumps({"rows": batch["row"].tolist(), "state": stream.state_dict()}),
+                json.dumps({"rows": batch["row"].tolist(), "state": loader.state_dict()}),
                 file=file,
                 flush=True,
             )
