@@ -1,18 +1,12 @@
 """Automodel: its own DSpark cache reader over exported shards."""
 
-import pytest
 from nemo_automodel.components.datasets.llm.dspark_cache import (
     CachedDSparkDataset,
     build_cached_dspark_dataloader,
     read_target_weight_modules,
 )
 
-from tests.contracts.plain import MODELS, Plain
-
-
-@pytest.fixture(params=MODELS)
-def plain(request: pytest.FixtureRequest) -> Plain:
-    return Plain(request.param)
+from tests.contracts.plain import Plain
 
 
 def test_exported_shards_are_read(plain: Plain) -> None:

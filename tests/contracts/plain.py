@@ -1,7 +1,8 @@
 """The same rows by a plain Hugging Face forward pass, for the contracts to compare with."""
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ MODELS = ("llama", "hybrid")
 
 TOLERANCE = 1e-3
 """Noise of float32 in other shapes; the next layer, or the other norm, differs by about 1."""
+
+LOSS_TOLERANCE = 1e-3
 
 
 class Plain:
@@ -44,3 +47,10 @@ class Plain:
                 assert tensor.tolist() == expected.tolist(), name
             else:
                 torch.testing.assert_close(tensor, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def assert_same_training(from_root: Sequence[float], from_files: Sequence[float]) -> None:
+    """Losses of twenty steps on a root are finite, fall, and are those on the trainer's own files."""
+    assert len(from_root) == len(from_files) == 20 and all(map(math.isfinite, from_root))
+    assert sum(from_root[-5:]) < sum(from_root[:5])
+    assert max(abs(a - b) for a, b in zip(from_root, from_files, strict=True)) < LOSS_TOLERANCE
