@@ -1,11 +1,15 @@
 """Benchmarks compare like with like, in turns, and say by their goals what was met."""
 
 import ctypes
+import hashlib
 import json
+import threading
 import time
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from safetensors.torch import load
 
 from layertap import HiddenStates
 from layertap.bench import Measured, in_turns, median_ratio, planning, reads
+from layertap.bench.distance import away
 from layertap.bench.engine import batches_of, plain_write_s
 from layertap.bench.null_target import NullTarget, planned, rows_of
 from layertap.bench.probes import GilTicker, MemoryPeak
@@ -55,6 +60,29 @@ def test_what_is_compared_is_measured_in_turns() -> None:
     assert seen == ["ours", "theirs"] * 3
     assert (ours, theirs) == ([1, 3, 5], [2, 4, 6])
     assert median_ratio(ours, theirs) == pytest.approx(3 / 4)
+
+
+def test_a_far_server_answers_late_and_unchanged() -> None:
+    body = bytes(range(256)) * 5000
+
+    class Echo(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            data = self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(hashlib.sha256(data).digest())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with away(server.server_port, 0.3) as port:
+        start = time.monotonic()
+        with urlopen(f"http://127.0.0.1:{port}/", body) as answer:
+            assert answer.read() == hashlib.sha256(body).digest()
+        assert time.monotonic() - start >= 0.3
+    server.shutdown()
+    server.server_close()
 
 
 def test_the_usual_way_and_layertap_store_the_same_states(tmp_path: Path) -> None:
