@@ -74,6 +74,7 @@ bench: $(READY)  ## ratios of writing, the engine, planning and reading on this 
 
 soak: $(READY)  ## runs through a failing network whose lanes are killed at random, some of them under Prefect; an hour
 	$(BIN)/python -m tests.soak
+	$(BIN)/python -m tests.soak --slow
 	$(BIN)/python -m tests.soak --workers --runs 3
 
 clean:  ## end the demo's stack, and remove all that was made here

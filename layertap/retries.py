@@ -30,20 +30,22 @@ PATIENT: "RetryConfig" = {
 }
 """Rides out a restart of the store. Retries use jitter and a fresh body."""
 
-CUT_OFF = "request or response body error"
+ENDS_EARLY = ("request or response body error", "<Code>NoSuchUpload</Code>")
+"""Failures at which obstore gives up and another try helps: a reply that was cut off; and an upload that was
+completed by a try whose reply got lost, or by another lane, so that the next one finds it no more."""
 
 WAITS_S = (0.2, 0.6, 1.8, 5.0, *[10.0] * 60)
-"""The longest waits between tries whose reply was cut off; each is drawn from below it."""
+"""The longest waits between such tries; each is drawn from below it."""
 
 
 def patiently(operation: Callable[[], _T], at_most: timedelta) -> _T:
-    """Repeat an operation whose reply was cut off: obstore's retries end with a reply's first bytes."""
+    """Repeat an operation, all of it, where obstore's own retries end too early."""
     deadline = time.monotonic() + at_most.total_seconds()
     for wait_s in WAITS_S:
         try:
             return operation()
-        except BaseError as error:
-            if CUT_OFF not in str(error) or time.monotonic() > deadline:
+        except (BaseError, FileNotFoundError) as error:
+            if not any(text in str(error) for text in ENDS_EARLY) or time.monotonic() > deadline:
                 raise
         time.sleep(random.uniform(0, wait_s))
     return operation()

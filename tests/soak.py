@@ -35,6 +35,7 @@ from layertap.watch import Watch
 from tests.models import saved, tiny_llama
 from tests.proxy import Faults, Proxy
 from tests.runs import plain_states, save_rows, settings_for, some_rows
+from tests.soak_slow import slow_store
 
 BEAT_S = 3.0
 BUCKET = "layertap"
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.2, help="of store calls that fail")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", action="store_true", help="through a Prefect server and its workers")
+    parser.add_argument("--slow", action="store_true", help="one lane and a slow store: see soak_slow")
     options = parser.parse_args()
     part = options.share / 20
     faults = Faults(slow_down=8 * part, cut_upload=4 * part, lost_reply=4 * part, cut_reply=4 * part)
@@ -158,7 +160,11 @@ def through_the_library(options: Any, folder: Path, faults: Faults) -> None:
     try:
         with Proxy(server.ports.s3, faults, seed=options.seed).running() as proxy:
             os.environ |= {**server.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}
-            go(options, folder, server, proxy, Soak)
+            if options.slow:
+                proxy.faults = Faults()
+                print(json.dumps(slow_store(folder, server, proxy)))
+            else:
+                go(options, folder, server, proxy, Soak)
     finally:
         server.stop()
 

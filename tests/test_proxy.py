@@ -4,6 +4,8 @@ import dataclasses
 import secrets
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,20 +81,35 @@ def test_an_object_of_several_parts_is_whole_or_absent(opened: Callable[..., Sto
 def test_an_object_from_pieces_is_whole_and_begun_anew_if_need_be(
     opened: Callable[..., Store], proxy: Proxy, fault: str
 ) -> None:
-    store, body, num_calls = opened(), secrets.token_bytes(PART_BYTES + 1000), 0
+    store, num_calls, num_objects = opened(), 0, 0
 
-    def pieces() -> Iterator[bytes]:
+    def pieces(body: bytes) -> Iterator[bytes]:
         nonlocal num_calls
         num_calls += 1
         yield from (body[k : k + (3 << 20)] for k in range(0, len(body), 3 << 20))
 
-    num_objects = 0
-    while not proxy.counts[fault] or (fault == "cut_reply" and num_calls == num_objects):
-        assert (num_objects := num_objects + 1) < 20
+    while num_objects < 4 or (fault == "cut_reply" and num_calls == num_objects):
+        assert num_objects < 60
+        body = secrets.token_bytes(PART_BYTES + 1000 if num_objects == 0 else 1000)
         setattr(proxy.faults, fault, 0.3)
-        store.put_chunks("data/a", pieces)
+        store.put_chunks("data/a", partial(pieces, body))
         setattr(proxy.faults, fault, 0.0)
         assert store.get("data/a") == body
+        num_objects += 1
+
+
+def test_lanes_that_write_the_same_object_at_once_don_t_end_each_other_s_uploads(
+    opened: Callable[..., Store], proxy: Proxy
+) -> None:
+    store, proxy.faults.lost_reply = opened(), 0.3
+    body = secrets.token_bytes(10_000)
+
+    def write(_: int) -> None:
+        store.put_chunks("target/a", lambda: iter([body]))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(40)))
+    assert store.get("target/a") == body
 
 
 def test_a_whole_run_gets_through_a_network_that_fails_at_every_fifth_call(
@@ -132,6 +149,12 @@ def test_a_store_that_ignores_the_condition_is_refused_with_the_way_out(
 ) -> None:
     proxy.faults.ignores_conditions = True
     with pytest.raises(StoreRefusedError, match="create-once on an existing object.*If-None-Match"):
+        check_store(opened())
+
+
+def test_a_store_whose_replies_get_lost_passes_the_check(opened: Callable[..., Store], proxy: Proxy) -> None:
+    proxy.faults.lost_reply = 0.3
+    for _ in range(8):
         check_store(opened())
 
 
