@@ -2,14 +2,20 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from layertap.catalog import HAS_ENDED, Catalog, PlanRecord
 from layertap.progress import Rate, format_duration
 from layertap.report import MAX_TABLE_ROWS, Work
 from layertap.shard_state import ShardState, ShardStatus
 from layertap.watcher import BEAT_S, Watcher
+
+REQUESTS_AT_ONCE = 16
+
+_Read = TypeVar("_Read")
 
 SETTLED_STATES = (*HAS_ENDED, ShardState.FAILED)
 
@@ -82,12 +88,9 @@ class Watch:
 
     def poll(self) -> RunProgress:
         """Look once."""
-        statuses = self._watcher.poll()
-        held = {
-            k: self.catalog.read_claim(self.plan.plan_id, k, status.claim)
-            for k, status in statuses.items()
-            if status.state in (ShardState.CLAIMED, ShardState.STALE)
-        }
+        plan_id, statuses = self.plan.plan_id, self._watcher.poll()
+        at_work = [k for k, s in statuses.items() if s.state in (ShardState.CLAIMED, ShardState.STALE)]
+        held = _at_once(lambda k: self.catalog.read_claim(plan_id, k, statuses[k].claim), at_work)
         lanes = Counter(c["lane"] for k, c in held.items() if statuses[k].state == ShardState.CLAIMED)
         rows = [self._row(k, statuses[k], held.get(k, {})) for k in range(len(self.plan.shards))]
         self._statuses = statuses
@@ -96,6 +99,7 @@ class Watch:
         self._rate.update(tokens_done, rows_done)
         states = Counter(str(status.state) for status in statuses.values())
         shown = sorted(rows, key=lambda row: (ATTENTION.index(row["state"]), row["shard"]))[:MAX_TABLE_ROWS]
+        endings = _at_once(self._ended, [row["shard"] for row in shown])
         progress = RunProgress(
             num_tokens=self.plan.num_tokens,
             num_tokens_done=tokens_done,
@@ -108,7 +112,7 @@ class Watch:
             num_claimable=states[ShardState.WAITING] + states[ShardState.STALE],
             lanes=dict(lanes),
             silent_lanes=frozenset(claim["lane"] for claim in held.values()) - lanes.keys(),
-            shards=[{**row, **self._ended(row["shard"])} for row in shown],
+            shards=[{**row, **endings[row["shard"]]} for row in shown],
         )
         self._first, self._last = self._first or progress, progress
         return progress
@@ -127,7 +131,7 @@ class Watch:
     def failures(self) -> dict[int, str]:
         """Shards that had failed for good at the last look, with their last error."""
         failed = [k for k, status in self._statuses.items() if status.state == ShardState.FAILED]
-        return {k: self._last_failure(k)["error"] for k in failed}
+        return {k: told["error"] for k, told in _at_once(self._last_failure, failed).items()}
 
     def _last_failure(self, shard: int) -> dict[str, Any]:
         names = self._watcher.names.get(shard, [])
@@ -163,3 +167,9 @@ class Watch:
             "tokens": record.num_tokens,
             "tokens done": record.num_tokens if whole else claim.get("num_tokens", 0),
         }
+
+
+def _at_once(read: Callable[[int], _Read], shards: Sequence[int]) -> dict[int, _Read]:
+    """What is read of each shard, some at a time: a request to a store takes a while."""
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        return dict(zip(shards, pool.map(read, shards), strict=True))
