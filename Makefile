@@ -32,10 +32,10 @@ demo: $(READY)  ## extract a small real dataset through the whole stack, check i
 	$(BIN)/python demo/demo.py --lanes $(LANES) --port $(PORT) --s3-port $(S3_PORT)
 
 test: $(READY) $(OLDEST)/.ready  ## the tests, and those of the engine again on the oldest transformers
-	$(BIN)/python -m pytest -m "not debian"
+	$(BIN)/python -m pytest -m "not debian and not long"
 	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest tests/test_target.py tests/test_extract.py
 
-system: $(READY)  ## only the tests with a real server, store and workers
+system: $(READY)  ## all tests with a real server, store and workers, also those that `test` leaves out
 	$(BIN)/python -m pytest -m system
 
 debian: $(READY)  ## of these, those that need Debian's postgresql and chromium

@@ -92,7 +92,7 @@ def test_lanes_that_died_in_silence_are_named_by_their_claims(run: Run) -> None:
 def test_the_page_has_a_line_for_each_and_the_way_to_retry(run: Run) -> None:
     fail_on(run, 0, "a", "b")
     text = markdown(read_failures(run.catalog), "s3://b/root", at_most=5)
-    assert "| 0 | ValueError: bad / on b | b |" in text
+    assert "| 0 | ValueError: bad / on b |" in text
     assert "    layertap retry s3://b/root" in text and "and more" in text
 
 

@@ -21,9 +21,14 @@ from tests.system.stacks import (
 )
 from tests.system.test_extraction import assert_succeeds, final_states, wait_until_under_way
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+ON_POSTGRES = pytest.param("postgres", marks=pytest.mark.debian)
+ON_SQLITE = pytest.param("sqlite", marks=pytest.mark.long)
 
-ON_POSTGRES = [pytest.param("postgres", marks=pytest.mark.debian)]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(600),
+    pytest.mark.parametrize("stack", [ON_SQLITE, ON_POSTGRES], indirect=True),
+]
 
 SILENCE_S = 60.0
 """Seconds; two heartbeats, of which Prefect sends no more than one in 30 s."""
@@ -153,7 +158,6 @@ def kill_hosts(stack: RealStack, flow_runs: list[str]) -> None:
         engine.kill()
 
 
-@pytest.mark.parametrize("stack", ON_POSTGRES, indirect=True)
 def test_after_a_power_cut_runs_are_found_dead_and_the_coordinator_starts_again(
     stack: RealStack, target: str, tmp_path: Path
 ) -> None:
