@@ -16,8 +16,9 @@ from layertap.catalog import Catalog
 from layertap.errors import StoreError
 from layertap.host import find_device
 from layertap.store import Store
+from layertap.stored_rows import StoredFile, StoredRow, states_of
 from layertap.target import NOISE_TOLERANCE, Target, relative_error
-from layertap.verify import Finding, StoredFile, StoredRow, Verification, states_of
+from layertap.verify import Finding, Verification
 
 SAME_PATH_TOLERANCE = 0.01
 """Median relative error of the states, where the same kind of device ran the same kernels."""
