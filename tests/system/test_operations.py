@@ -174,8 +174,9 @@ def test_after_a_power_cut_runs_are_found_dead_and_the_coordinator_starts_again(
     assert {state_of(stack, flow_run) for flow_run in dead} == {"RUNNING"}
 
     stack.start_workers()
-    assert_succeeds(run)
-    again, *_ = stack.runs_of("extract_hidden_states", "power-cut")
+    output, _ = run.communicate(timeout=400)
+    assert run.returncode == 1 and "Crashed: no heartbeat for 60 s" in output
+    again = run_of(stack, "extract_hidden_states", "power-cut", "COMPLETED")
     assert (again["id"], again["run_count"]) == (coordinator["id"], 2)
     wait_for(lambda: {state_of(stack, lane["id"]) for lane in lanes} == {"CRASHED"})
     assert set(final_states(stack, "power-cut").values()) <= {"CRASHED", "COMPLETED", "CANCELLED"}
