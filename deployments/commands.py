@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from flows import DEFAULT_STORAGE
 from layertap.commands.options import NameValue, chosen_layers, target_options
 
 state_option = click.option(
@@ -80,7 +81,7 @@ def workers(lanes: int | None, control: bool) -> None:
 @click.argument("dataset")
 @target_options
 @click.option("--root", required=True, help="Folder under the storage block for what is extracted.")
-@click.option("--storage", default="s3-bucket/layertap", show_default=True, help="Prefect storage block.")
+@click.option("--storage", default=DEFAULT_STORAGE, show_default=True, help="Prefect storage block.")
 @click.option(
     "--lanes", "num_lanes", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs to use."
 )

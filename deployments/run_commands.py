@@ -8,6 +8,7 @@ import click
 
 from deployments.commands import state_option
 from deployments.places import flow_run_of, open_place
+from flows import DEFAULT_STORAGE
 from layertap.errors import InputError
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def cancel(place: str, state: Path) -> None:
 
 @click.command()
 @click.argument("root")
-@click.option("--storage", default="s3-bucket/layertap", show_default=True, help="Prefect storage block.")
+@click.option("--storage", default=DEFAULT_STORAGE, show_default=True, help="Prefect storage block.")
 @state_option
 def notify(root: str, storage: str, state: Path) -> None:
     """Say that the dataset of ROOT may have changed, so that `reextract-when-changed` looks at it.

@@ -10,7 +10,7 @@ from prefect.states import Completed
 
 from flows import OPTIONS
 from flows.extract import extract
-from flows.parameters import Extraction, Reextraction, Retry
+from flows.parameters import Again, Extraction, Reextraction, Retry
 from layertap.dataset import TokenDataset
 from layertap.dataset_files import FileState
 from layertap.errors import DatasetError
@@ -27,9 +27,7 @@ def retry_failed_shards(retry: Retry) -> State[Any]:
 
     The run's own settings are taken from the root. Only what is missing is computed.
     """
-    return Completed(
-        message=str(extract(_last(retry.storage, retry.root, retry.num_lanes), shards=retry.shards))
-    )
+    return Completed(message=str(extract(_last(retry), shards=retry.shards)))
 
 
 @flow(name="reextract_when_changed", flow_run_name="{reextraction.run_name}", **OPTIONS)
@@ -39,7 +37,7 @@ def reextract_when_changed(reextraction: Reextraction) -> State[Any]:
     It looks at the dataset, not at what woke it: an event or a schedule that comes twice, late or not at all
     costs nothing. It goes on until the dataset is what it has just extracted.
     """
-    extraction = _last(reextraction.storage, reextraction.root, reextraction.num_lanes)
+    extraction = _last(reextraction)
     if reextraction.dataset:
         extraction = extraction.model_copy(update={"dataset": reextraction.dataset})
     done = ""
@@ -56,10 +54,10 @@ def reextract_when_changed(reextraction: Reextraction) -> State[Any]:
     )
 
 
-def _last(storage: str, root: str, num_lanes: int) -> Extraction:
+def _last(again: Again) -> Extraction:
     """What the last run on the root was asked to do, with another number of lanes unless that is 0."""
-    asked: Mapping[str, Any] = RunRecords(open_store(storage, root)).latest().request
-    return Extraction.model_validate({**asked, **({"num_lanes": num_lanes} if num_lanes else {})})
+    asked: Mapping[str, Any] = RunRecords(open_store(again.storage, again.root)).latest().request
+    return Extraction.model_validate({**asked, **({"num_lanes": again.num_lanes} if again.num_lanes else {})})
 
 
 def _has_changed(extraction: Extraction) -> bool:

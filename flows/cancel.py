@@ -10,7 +10,7 @@ from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFi
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled, Cancelling
 
-from flows import OPTIONS
+from flows import DEFAULT_STORAGE, OPTIONS
 from layertap.catalog import Catalog
 from layertap.run_records import RunRecord, RunRecords
 from layertap.store import Store
@@ -42,7 +42,7 @@ def place_of(flow_run_id: str) -> tuple[str, str]:
     with get_client(sync_client=True) as client:
         parameters = client.read_flow_run(UUID(flow_run_id)).parameters
     form = next((value for value in parameters.values() if isinstance(value, dict)), parameters)
-    return form.get("storage", "s3-bucket/layertap"), form["root"]
+    return form.get("storage", DEFAULT_STORAGE), form["root"]
 
 
 def cancel_runs(store: Store, root: str, runs: Collection[RunRecord]) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
+from flows import DEFAULT_STORAGE
 from layertap.coordinator import RunSettings
 from layertap.dataset import Columns
 from layertap.errors import InputError
@@ -107,7 +108,7 @@ class Extraction(Form):
         "target, other layers, another dtype or maximum length need another one.",
     )
     storage: str = Field(
-        default="s3-bucket/layertap",
+        default=DEFAULT_STORAGE,
         pattern=BLOCK,
         description="Storage block to write to: s3-bucket/NAME or local-file-system/NAME.",
     )
@@ -198,18 +199,30 @@ def _told(error: Mapping[str, Any]) -> str:
     )
 
 
-class Retry(Form):
-    """A root whose last run is to be finished."""
+class OnRoot(Form):
+    """A root that a run has filled."""
 
-    root: str = Field(pattern=ROOT, description="Folder under the storage block.")
+    root: str = Field(pattern=ROOT, description="Folder under the storage block of what was extracted.")
     storage: str = Field(
-        default="s3-bucket/layertap", pattern=BLOCK, description="Storage block of the root."
+        default=DEFAULT_STORAGE,
+        pattern=BLOCK,
+        description="Storage block it lies in: s3-bucket/NAME or local-file-system/NAME.",
     )
-    shards: list[Annotated[int, Field(ge=0)]] = Field(
-        default=[], description="Failed shards to try again; all of them if none is given."
-    )
+
+
+class Again(OnRoot):
+    """A root on which the last run is to be asked for again."""
+
     num_lanes: int = Field(
         default=0, ge=0, le=512, description="GPUs to use at most; 0 for as many as before."
+    )
+
+
+class Retry(Again):
+    """A root whose last run is to be finished."""
+
+    shards: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[], description="Failed shards to try again; all of them if none is given."
     )
 
     @property
@@ -218,17 +231,10 @@ class Retry(Form):
         return f"{self.root} again"
 
 
-class Reextraction(Form):
+class Reextraction(Again):
     """A root to be kept up with its dataset."""
 
-    root: str = Field(pattern=ROOT, description="Folder under the storage block; a run must have filled it.")
-    storage: str = Field(
-        default="s3-bucket/layertap", pattern=BLOCK, description="Storage block of the root."
-    )
     dataset: str = Field(default="", description="Dataset to read from now on; empty for the last run's.")
-    num_lanes: int = Field(
-        default=0, ge=0, le=512, description="GPUs to use at most; 0 for as many as before."
-    )
     still_s: int = Field(
         default=60,
         ge=0,
@@ -259,15 +265,9 @@ class Preparation(Form):
     responses: str = Field(default="unknown", description="Who wrote the responses.")
 
 
-class Verification(Form):
+class Verification(OnRoot):
     """Which root to read back, and how much of it."""
 
-    root: str = Field(pattern=ROOT, description="Folder under the storage block of what was extracted.")
-    storage: str = Field(
-        default="s3-bucket/layertap",
-        pattern=BLOCK,
-        description="Storage block it lies in: s3-bucket/NAME or local-file-system/NAME.",
-    )
     num_rows: int = Field(default=1000, ge=0, description="Rows to read, drawn at random; 0 reads all.")
     target: str = Field(
         default="",
