@@ -66,7 +66,7 @@ example: $(READY)  ## train a small drafter on a root, and on wrong states, and 
 	test -e $(EXAMPLE)/map.pt || \
 	    $(BIN)/layertap vocab-map $(EXAMPLE)/root --draft-vocab 2048 --out $(EXAMPLE)/map.pt
 	$(BIN)/python examples/compare_drafters.py $(EXAMPLE)/root $(EXAMPLE)/map.pt $(EXAMPLE)/outcomes \
-	    --plot docs/drafter.png
+	    --live 40 --plot docs/drafter.png
 
 bench: $(READY)  ## ratios of writing, the engine, planning and reading on this machine, in some eight minutes
 	@mkdir -p build

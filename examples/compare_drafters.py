@@ -1,12 +1,12 @@
-"""What wrong states cost: one drafter on right states, on live ones, and on states wrong in one way each.
+"""What wrong states cost: one drafter on right states, and on states that are wrong in one way each.
 
-    layertap run tokens/ --target TARGET --layers 1,2,14,15,26,27 --root ROOT
+    layertap run tokens/ --target TARGET --layers 0,1,13,14,25,26 --root ROOT
     layertap vocab-map ROOT --draft-vocab 2048 --out map.pt
     python examples/compare_drafters.py ROOT map.pt outcomes/ --plot docs/drafter.png
 
 All drafters are trained alike and measured alike: with the right states, as a server hands them out. So the
 controls are what happens to users whose extraction was labelled wrongly; a drafter that is trained and served
-with the same wrong layer may not suffer. Layers 2, 15 and 27 are stored for one control only.
+with the same wrong layer may not suffer. Layers 0, 13 and 25 are stored for one control only.
 """
 
 import argparse
@@ -17,52 +17,56 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from train_drafter import WINDOW, Batch, Drafter, Rows, Settings, Target, acceptance_length, split, train
+from train_drafter import Batch, Drafter, Rows, Settings, Target, acceptance_length, scaled, split, train
 
 from layertap import HiddenStates
 from layertap.catalog import Catalog
 
-RIGHT, ONE_HIGHER = (0, 2, 4), (1, 3, 5)
-"""Places of layers 1, 14, 26 and of 2, 15, 27 among the stored ones."""
+RIGHT, ONE_LOWER = (1, 3, 5), (0, 2, 4)
+"""Places of layers 1, 14, 26 and of 0, 13, 25 among the stored ones."""
 
 
 class ArmRows(Rows):
-    """Rows with other layers than the stored ones, or with the states of other rows."""
+    """Windows with some of the stored layers, or with the states of other rows."""
 
     def __init__(
-        self, stored: HiddenStates, numbers: Sequence[int], layers: Sequence[int], shuffled: bool = False
+        self,
+        stored: HiddenStates,
+        numbers: Sequence[int],
+        layers: Sequence[int],
+        *,
+        shuffled: bool = False,
+        ends_only: bool = False,
     ) -> None:
-        super().__init__(stored, numbers)
+        super().__init__(stored, numbers, ends_only=ends_only)
         self.layers, self.shuffled = list(layers), shuffled
 
     def states(self, i: int) -> tuple[Tensor, Tensor]:
-        """[T, L, H] of the stored layers and [T, H] of the last, of the row's own length."""
-        row = self.stored[self.numbers[i]]
+        """[T, L, H] of the stored layers and [T, H] of the last, of a whole row."""
+        row = self.stored[i]
         return row["hidden_states"], row["last_hidden_state"]
 
-    def __getitem__(self, i: int) -> Batch:
-        row = self.stored[self.numbers[i]]
-        layers, last = self.states((i + 1) % len(self) if self.shuffled else i)
-        places = torch.arange(len(row["input_ids"]))[-WINDOW:] % len(
-            last
-        )  # of another row, repeated if shorter
+    def __getitem__(self, k: int) -> Batch:
+        i, window = self.windows[k]
+        row = self.stored[i]
+        other, _ = self.windows[(k + len(self) // 2) % len(self)]
+        layers, last = self.states(other if self.shuffled else i)
+        places = torch.arange(window.start, window.stop) % len(last)  # of another row, repeated if shorter
         return {
-            "input_ids": row["input_ids"][-WINDOW:].long(),
-            "loss_mask": row["loss_mask"][-WINDOW:],
+            "input_ids": row["input_ids"][window].long(),
+            "loss_mask": row["loss_mask"][window],
             "features": layers[places][:, self.layers],
             "last": last[places],
         }
 
 
 class LiveRows(ArmRows):
-    """Rows whose states plain transformers computes now, one row at a time, and keeps."""
+    """Windows whose states plain transformers computes now, one row at a time, and keeps."""
 
-    def __init__(
-        self, stored: HiddenStates, numbers: Sequence[int], layers: Sequence[int], shuffled: bool = False
-    ) -> None:
+    def __init__(self, stored: HiddenStates, numbers: Sequence[int], layers: Sequence[int]) -> None:
         from transformers import AutoModelForCausalLM
 
-        super().__init__(stored, numbers, layers, shuffled)
+        super().__init__(stored, numbers, layers)
         source, dtype = Catalog(stored.store).root().target["source"], getattr(torch, stored.spec.dtype)
         self.backbone = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval().get_decoder()
         self.last: list[Tensor] = []
@@ -73,7 +77,7 @@ class LiveRows(ArmRows):
     def states(self, i: int) -> tuple[Tensor, Tensor]:
         """As stored, but computed."""
         if i not in self.kept:
-            ids_BT = self.stored[self.numbers[i]]["input_ids"].long()[None]
+            ids_BT = self.stored[i]["input_ids"].long()[None]
             out = self.backbone(ids_BT, output_hidden_states=True, use_cache=False)
             layers = [out.hidden_states[k + 1][0] for k in self.stored.spec.layer_ids]
             self.kept[i] = torch.stack(layers, 1), self.last.pop()[0]
@@ -85,11 +89,13 @@ class WrongNorm(Target):
 
     def __init__(self, root: HiddenStates, vocab_map: Path, *, twice: bool) -> None:
         super().__init__(root, vocab_map)
-        right = self.norm
-        if twice:
-            self.norm = lambda x: right(right(x))
-        else:
-            self.norm = lambda x: x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + right.eps)
+        self.twice = twice
+
+    def probabilities(self, last: Tensor) -> Tensor:
+        """As the right ones are made, but for the norm."""
+        if self.twice:
+            return super().probabilities(self.norm(last))
+        return (scaled(last) @ self.head.T).softmax(-1)
 
 
 @dataclass(kw_only=True)
@@ -109,13 +115,11 @@ class Arm:
     layers: Sequence[int] = RIGHT
     norm: str = "right"
     shuffled: bool = False
-    live: bool = False
 
 
 ARMS = {
     "right states": Arm(),
-    "live states": Arm(live=True),
-    "layer ids off by one": Arm(layers=ONE_HIGHER),
+    "layer ids off by one": Arm(layers=ONE_LOWER),
     "norm applied twice": Arm(norm="twice"),
     "norm's weight left out": Arm(norm="unweighted"),
     "rows shuffled": Arm(shuffled=True),
@@ -125,17 +129,14 @@ ARMS = {
 
 def run_arm(arm: Arm, stored: HiddenStates, vocab_map: Path, settings: Settings) -> Outcome:
     """Train a drafter on what the arm has, and measure it on the right states."""
-    training, held_out = split(stored)
     target = Target(stored, vocab_map)
+    training, held_out = split(stored, target)
     taught = target if arm.norm == "right" else WrongNorm(stored, vocab_map, twice=arm.norm == "twice")
-    kind = LiveRows if arm.live else ArmRows
     torch.manual_seed(settings.seed)
     drafter = Drafter(taught, len(arm.layers))
-    if arm.live:
-        settings = replace(settings, workers=0)  # the target stays in this process
-    report = train(drafter, kind(stored, training, arm.layers, arm.shuffled), settings)
+    report = train(drafter, ArmRows(stored, training, arm.layers, shuffled=arm.shuffled), settings)
     drafter.target = target
-    served = ArmRows(stored, held_out, RIGHT if arm.layers else ())
+    served = ArmRows(stored, held_out, RIGHT if arm.layers else (), ends_only=True)
     accepted = acceptance_length(drafter, served, settings.drafted)
     return Outcome(**asdict(report), acceptance_length=accepted)
 
@@ -156,6 +157,18 @@ def outcome_of(name: str, stored: HiddenStates, vocab_map: Path, settings: Setti
     return outcome
 
 
+def live_difference(stored: HiddenStates, vocab_map: Path, settings: Settings) -> float:
+    """The largest difference of the losses of two trainings: on the store, and on live states."""
+    target, losses = Target(stored, vocab_map), []
+    training, _ = split(stored, target)
+    for kind in (ArmRows, LiveRows):
+        torch.manual_seed(settings.seed)
+        drafter = Drafter(target, len(RIGHT))
+        rows = kind(stored, training, RIGHT)
+        losses.append(train(drafter, rows, replace(settings, bf16=False)).losses)
+    return max(abs(a - b) for a, b in zip(*losses, strict=True))
+
+
 def plot(outcomes: Mapping[str, Outcome], path: Path) -> None:
     """Loss by step, and acceptance length, of all arms."""
     import matplotlib
@@ -166,7 +179,7 @@ def plot(outcomes: Mapping[str, Outcome], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for name, outcome in outcomes.items():
         losses = torch.tensor(outcome.losses).unfold(0, 10, 1).mean(1)
-        left.plot(range(10, 10 + len(losses)), losses, "--" if ARMS[name].live else "-", label=name)
+        left.plot(range(10, 10 + len(losses)), losses, label=name)
     left.set(xlabel="step", ylabel="loss, against what the arm is taught (mean of 10)")
     left.legend(fontsize=8)
     bars = right.barh([*outcomes], [outcome.acceptance_length - 1 for outcome in outcomes.values()], left=1)
@@ -186,18 +199,20 @@ def main() -> None:
     parser.add_argument("--arm", choices=ARMS, action="append", help="only this one; may be repeated")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--bf16", action="store_true", help="train with products in bfloat16")
+    parser.add_argument("--live", type=int, default=0, help="so many steps on live states too, in float32")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.outcomes.mkdir(parents=True, exist_ok=True)
-    stored, settings = HiddenStates(options.root), Settings(steps=options.steps)
+    stored, settings = HiddenStates(options.root), Settings(steps=options.steps, bf16=options.bf16)
     outcomes = {
         name: outcome_of(name, stored, options.vocab_map, settings, options.outcomes)
         for name in options.arm or ARMS
     }
-    if {"right states", "live states"} <= outcomes.keys():
-        pairs = zip(outcomes["right states"].losses, outcomes["live states"].losses, strict=True)
-        print(f"losses on stored and live states differ by {max(abs(a - b) for a, b in pairs):.1e} at most")
+    if options.live:
+        found = live_difference(stored, options.vocab_map, replace(settings, steps=options.live, workers=0))
+        print(f"{options.live} steps: losses on stored and on live states differ by {found:.1e} at most")
     if options.plot:
         plot(outcomes, options.plot)
 

@@ -3,17 +3,18 @@
     python examples/smollm2_root.py FOLDER
 
 It makes FOLDER/target, FOLDER/chats.jsonl (the demo's prompts with the target's own greedy answers, which are
-what a drafter has to predict), FOLDER/tokens and FOLDER/root. The last two are made as these commands make
-them, but without a server:
+what a drafter has to predict, then chats that another model answered), FOLDER/tokens and FOLDER/root. The
+last two are made as these commands make them, but without a server:
 
     layertap prepare FOLDER/chats.jsonl FOLDER/tokens --tokenizer FOLDER/target --template chatml
-    layertap run FOLDER/tokens --target FOLDER/target --layers 8,9,15,16,22,23 --root NAME
+    layertap run FOLDER/tokens --target FOLDER/target --layers 0,1,13,14,25,26 --root NAME
 """
 
 import json
 import sys
 from collections.abc import Iterator
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,20 @@ from layertap.prepare import prepare_chats
 from layertap.store import Store
 
 sys.path.append(str(Path(__file__).parents[1] / "demo"))
-from chats import evals_rows, ifbench_rows  # noqa: E402
+from chats import NUM_EVALS, NUM_IFBENCH, evals_rows, ifbench_rows  # noqa: E402
 from smollm2 import convert  # noqa: E402
 
-LAYERS = (1, 2, 14, 15, 26, 27)
+LAYERS = (0, 1, 13, 14, 25, 26)
 NUM_NEW_TOKENS = 96
 MAX_PROMPT_TOKENS = 320
+ANSWER_CHARACTERS = 800
 BATCH_ROWS = 48
 
 
 def prompts(tokenizer: Any, template: str) -> Iterator[dict[str, Any]]:
     """The demo's chats without their answers, as far as their prompts are short; shortest first."""
-    chats = [{**chat, "messages": chat["messages"][:-1]} for chat in (*evals_rows(), *ifbench_rows())]
+    demo = (*islice(evals_rows(), NUM_EVALS), *islice(ifbench_rows(), NUM_IFBENCH))
+    chats = [{**chat, "messages": chat["messages"][:-1]} for chat in demo]
     for chat in chats:
         rendered = tokenizer.apply_chat_template(
             chat["messages"], chat_template=template, add_generation_prompt=True, return_dict=True
@@ -46,6 +49,14 @@ def prompts(tokenizer: Any, template: str) -> Iterator[dict[str, Any]]:
         chat["input_ids"] = rendered["input_ids"]
     short = [chat for chat in chats if len(chat["input_ids"]) <= MAX_PROMPT_TOKENS]
     yield from sorted(short, key=lambda chat: len(chat["input_ids"]))
+
+
+def answered_by_another() -> Iterator[dict[str, Any]]:
+    """Chats with a larger model's answers, cut off: more to learn from, and nothing to wait for."""
+    for chat in islice(ifbench_rows(), NUM_IFBENCH, None):
+        user, answer = chat["messages"]
+        answer["content"] = answer["content"][:ANSWER_CHARACTERS]
+        yield {"id": chat["id"], "messages": [user, answer]}
 
 
 @torch.inference_mode()
@@ -67,6 +78,7 @@ def write_own_answers(target: Path, out: Path) -> None:
                 messages = [*chat["messages"], {"role": "assistant", "content": answer}]
                 lines.append(json.dumps({"id": chat["id"], "messages": messages}))
         print(f"{len(lines)} chats answered", flush=True)
+    lines += map(json.dumps, answered_by_another())
     out.write_text("\n".join(lines))
 
 
@@ -101,7 +113,7 @@ def main(folder: Path) -> None:
             tokens,
             tokenizer=target,
             template="chatml",
-            responses="SmolLM2-135M-Instruct, bf16, greedy",
+            responses="SmolLM2-135M-Instruct, bf16, greedy; the longer ones by another model",
         )
     extract(tokens, target, folder / "root")
 

@@ -7,14 +7,14 @@
 The drafter is an EAGLE head: one decoder layer over three layers of the target. From the target's states at
 a token, and the token after it, it predicts the target's probabilities of the token after that, and the
 target's states at the next, from which it drafts on. It learns both from the store; the probabilities are
-what the target's norm and head make of the stored last state.
+what the target's norm and head make of the stored last state. `compare_drafters.py` trains it on wrong ones.
 
-`compare_drafters.py` trains it on wrong states too. Shapes: B rows, T tokens, L layers, H hidden size.
+Shapes: B rows, T tokens, L layers, H hidden size.
 """
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,13 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from layertap import HiddenStates
 from layertap.target_files import TargetFiles
 
-HELD_OUT = 6  # every so many-th row is for measuring only
-WINDOW = 128  # tokens of a row's end that are used: the states know what was before, and two cores are slow
+HELD_OUT = 6  # every so many-th row is for measuring only, if the target answered it
+WINDOW = 128  # tokens of a row that are read together: the states know what was before
+FIRST_LOGITS = 0.2  # of what a norm like the target's gives them: training begins near even guesses
 IGNORED = -1  # in place of a token: nothing is learnt there
 
 Batch = dict[str, Tensor]
@@ -38,12 +40,13 @@ Batch = dict[str, Tensor]
 class Settings:
     """How a drafter is made and trained."""
 
-    steps: int = 200
+    steps: int = 400
     rows: int = 6
     drafted: int = 4
-    learning_rate: float = 2e-3
+    learning_rate: float = 2.5e-3
     seed: int = 0
     workers: int = 1
+    bf16: bool = False  # whether products are rounded in training, which halves its time; weights never are
 
 
 @dataclass(kw_only=True)
@@ -52,42 +55,40 @@ class Report:
 
     losses: list[float] = field(default_factory=list)
     elapsed_s: float = 0.0
-    wait_share: float = 0.0
-    """Of that time, spent waiting for the next batch."""
+    wait_share: float = 0.0  # of that time, spent waiting for the next batch
 
 
 class Rows(Dataset[Batch]):
-    """The ends of some rows of a root, as the drafter sees them.
+    """Some rows of a root, window by window or only their ends, as the drafter sees them.
 
-    A row is `input_ids` [T], `loss_mask` [T], `features` [T, L, H] and `last` [T, H], before the final norm.
+    A window is `input_ids` [T], `loss_mask` [T], `features` [T, L, H] and `last` [T, H], before the norm.
     """
 
-    def __init__(self, stored: HiddenStates, numbers: Sequence[int]) -> None:
-        self.stored, self.numbers = stored, numbers
+    def __init__(self, stored: HiddenStates, numbers: Sequence[int], *, ends_only: bool = False) -> None:
+        self.stored = stored
+        self.windows = [
+            (i, slice(max(0, end - WINDOW), end))
+            for i in numbers
+            for end in range(int(stored.num_tokens[i]), 0, -WINDOW)[: 1 if ends_only else None]
+        ]
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.windows)
 
-    def __getitem__(self, i: int) -> Batch:
-        row = self.stored[self.numbers[i]]
+    def __getitem__(self, k: int) -> Batch:
+        i, window = self.windows[k]
+        row = self.stored[i]
         return {
-            "input_ids": row["input_ids"][-WINDOW:].long(),
-            "loss_mask": row["loss_mask"][-WINDOW:],
-            "features": row["hidden_states"][-WINDOW:],
-            "last": row["last_hidden_state"][-WINDOW:],
+            "input_ids": row["input_ids"][window].long(),
+            "loss_mask": row["loss_mask"][window],
+            "features": row["hidden_states"][window],
+            "last": row["last_hidden_state"][window],
         }
 
 
 def collate(rows: list[Batch]) -> Batch:
     """Right-padded; nothing is learnt at padding."""
-    fill = {"input_ids": IGNORED}
-    return {name: pad_sequence([row[name] for row in rows], True, fill.get(name, 0)) for name in rows[0]}
-
-
-def split(stored: HiddenStates) -> tuple[list[int], list[int]]:
-    """Numbers of the rows to train on, and of those held out."""
-    rows = range(len(stored))
-    return [i for i in rows if i % HELD_OUT], list(rows[::HELD_OUT])
+    return {k: pad_sequence([row[k] for row in rows], True, (k == "input_ids") * IGNORED) for k in rows[0]}
 
 
 class Target:
@@ -100,11 +101,22 @@ class Target:
         self.embedding = files.weight("embed_tokens").float()
         self.head = files.weight("lm_head")[self.draft_ids].float()
         self.norm = files.final_norm()
-        self.norm_weight = self.norm.weight
 
     def probabilities(self, last: Tensor) -> Tensor:
         """[..., draft vocabulary], from last states before the norm."""
         return (self.norm(last).float() @ self.head.T).softmax(-1)
+
+    def wrote(self, row: Batch) -> bool:
+        """Whether the answers in a stored row are the target's own, written greedily."""
+        at = row["loss_mask"].nonzero()[:, 0]
+        likeliest = self.draft_ids[self.probabilities(row["last_hidden_state"][at - 1]).argmax(-1)]
+        return bool((likeliest == row["input_ids"][at]).float().mean() > 0.8)
+
+
+def split(stored: HiddenStates, target: Target) -> tuple[list[int], list[int]]:
+    """Numbers of the rows to train on, and of those held out, which the target answered itself."""
+    held_out = [i for i in range(0, len(stored), HELD_OUT) if target.wrote(stored[i])]
+    return sorted({*range(len(stored))} - {*held_out}), held_out
 
 
 def scaled(x: Tensor) -> Tensor:
@@ -132,23 +144,17 @@ class Drafter(nn.Module):
         self.gate_up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(2 * hidden, hidden, bias=False)
         self.features = nn.Linear(hidden, num_layers * hidden) if num_layers else None
         self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(3))
-        self.norms[2].weight.data.copy_(target.norm_weight)
+        self.norms[2].weight.data.copy_(FIRST_LOGITS * target.norm.weight)
 
     def forward(
         self, features: Tensor, next_ids: Tensor, places: Tensor, past: list[Tensor], sees: Tensor
     ) -> tuple[Tensor, Tensor]:
         """One step for each token.
 
-        Args:
-            features: [B, T, L, H] scaled states of the target at the tokens.
-            next_ids: [B, T] the token after each.
-            places: [B, T] of the tokens in their rows.
-            past: keys and values of earlier tokens, if any; those of these tokens are added to it.
-            sees: [B, T, past and T] which of the tokens attend to which.
-
-        Returns:
-            Logits [B, T, draft vocabulary] of the token after the next, and scaled states [B, T, L, H] at
-            the next.
+        From scaled states [B, T, L, H] at the tokens, and the ids [B, T] of those after them, to the logits
+        [B, T, draft vocabulary] of the second after each and the scaled states [B, T, L, H] at the first.
+        `places` [B, T] are the tokens' own; `past` has keys and values of earlier tokens, and gets theirs;
+        `sees` [B, T, past and T] says which attend to which.
         """
         embedded = scaled(F.embedding(next_ids, self.target.embedding))
         x = self.fuse(torch.cat([features.flatten(2), embedded], -1))
@@ -166,10 +172,9 @@ class Drafter(nn.Module):
             for part in self.query_key_value(x).chunk(3, -1)
         )
         query, key = rotate(query, places), rotate(key, places)
-        earlier = [kept.expand(len(x), -1, -1, -1) for kept in past]
-        past[:] = (
-            [torch.cat(pair, 2) for pair in zip(earlier, (key, value), strict=True)] if past else [key, value]
-        )
+        for k, kept in enumerate(past):
+            past[k] = torch.cat([kept.expand(len(x), -1, -1, -1), (key, value)[k]], 2)
+        past[:] = past or [key, value]
         found = F.scaled_dot_product_attention(query, *past, attn_mask=sees[:, None])
         return self.out(found.transpose(1, 2).flatten(2))
 
@@ -177,33 +182,28 @@ class Drafter(nn.Module):
         """`forward` of whole rows [B, T], each token seeing those before it."""
         places = torch.arange(next_ids.shape[1])
         sees = places <= places[:, None]
-        return self(
-            features, next_ids, places.expand(len(next_ids), -1), past, sees.expand(len(next_ids), -1, -1)
-        )
+        return self(features, next_ids, places.expand_as(next_ids), past, sees.expand(len(next_ids), -1, -1))
 
 
 def loss_of(drafter: Drafter, batch: Batch) -> Tensor:
     """Cross entropy with the target's probabilities, and the squared error of the states predicted.
 
-    Prompts are learnt from too: the target's probabilities are as good there, and these chats are few.
+    Prompts, and answers of others, are learnt from too: the target's probabilities are as good there.
     """
     ids, features = batch["input_ids"], scaled(batch["features"])
     logits, states = drafter.all_at_once(features[:, :-2], ids[:, 1:-1].clamp(min=0), [])
-    wanted_ids = ids[:, 2:]
-    is_known = (wanted_ids != IGNORED) & drafter.target.is_draft[wanted_ids]
+    is_known = (ids[:, 2:] != IGNORED) & drafter.target.is_draft[ids[:, 2:]]
     wanted = drafter.target.probabilities(batch["last"][:, 1:-1][is_known])
     loss = -(wanted * logits[is_known].log_softmax(-1)).sum(-1).mean()
-    if drafter.num_layers:
-        loss = loss + F.mse_loss(states[is_known], features[:, 1:-1][is_known])
-    return loss
+    return loss + F.mse_loss(states[is_known], features[:, 1:-1][is_known]) if drafter.num_layers else loss
 
 
-def batches(rows: Dataset[Batch], settings: Settings) -> Iterator[Batch]:
+def batches(rows: Rows, settings: Settings) -> Generator[Batch, None, None]:
     """Shuffled epochs without end; the same seed gives the same rows in the same order."""
     loader = DataLoader(
         rows,
         batch_size=settings.rows,
-        sampler=RandomSampler(rows, generator=torch.Generator().manual_seed(settings.seed)),  # type: ignore[arg-type]
+        sampler=RandomSampler(rows, generator=torch.Generator().manual_seed(settings.seed)),
         drop_last=True,
         collate_fn=collate,
         num_workers=settings.workers,
@@ -214,15 +214,17 @@ def batches(rows: Dataset[Batch], settings: Settings) -> Iterator[Batch]:
         yield from loader
 
 
-def train(drafter: Drafter, rows: Dataset[Batch], settings: Settings) -> Report:
+def train(drafter: Drafter, rows: Rows, settings: Settings) -> Report:
     """Train a drafter in place."""
     report, waited_s = Report(), 0.0
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=settings.learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, settings.steps)
+    rate = settings.learning_rate
+    optimizer = torch.optim.AdamW(drafter.parameters(), rate, betas=(0.9, 0.95), fused=True)
+    schedule = OneCycleLR(optimizer, rate, settings.steps, pct_start=0.1, cycle_momentum=False)
     source = batches(rows, settings)
     batch, started = next(source), time.perf_counter()  # the first one starts the workers
     for _ in range(settings.steps):
-        loss = loss_of(drafter, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=settings.bf16):
+            loss = loss_of(drafter, batch)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
@@ -233,6 +235,7 @@ def train(drafter: Drafter, rows: Dataset[Batch], settings: Settings) -> Report:
         batch = next(source)
         waited_s += time.perf_counter() - before
     report.elapsed_s = time.perf_counter() - started
+    source.close()  # ends the workers
     report.wait_share = waited_s / report.elapsed_s
     return report
 
@@ -252,15 +255,15 @@ def draft(drafter: Drafter, row: Batch, first: int, end: int, num_drafted: int) 
     return torch.cat(tokens, 1)
 
 
-def acceptance_length(drafter: Drafter, rows: Dataset[Batch], num_drafted: int) -> float:
+def acceptance_length(drafter: Drafter, rows: Rows, num_drafted: int) -> float:
     """Tokens a round of speculative decoding over the last answers in `rows`, the target's own included.
 
     A round drafts tokens after the newest known one; those are accepted that are the answer's next tokens,
-    up to the first that is not, and the target adds one. With answers that the target wrote greedily this is
-    what greedy verification does, for it reproduces the answer whatever is drafted.
+    up to the first that is not, and the target adds one. Greedy verification does the same with answers that
+    the target wrote greedily.
     """
     num_tokens = num_rounds = 0
-    for row in (rows[i] for i in range(len(rows))):  # type: ignore[arg-type]
+    for row in rows:
         end = int(row["loss_mask"].nonzero()[-1]) - 1
         first = max([0, *(row["loss_mask"][:end] == 0).nonzero()[:, 0].tolist()])  # before the last answer
         if end <= first:
@@ -284,12 +287,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Settings.steps)
     options = parser.parse_args()
     stored, settings = HiddenStates(options.root), Settings(steps=options.steps)
-    torch.manual_seed(settings.seed)
-    drafter = Drafter(Target(stored, options.vocab_map), len(stored.spec.layer_ids))
-    training, held_out = (Rows(stored, numbers) for numbers in split(stored))
-    report = train(drafter, training, settings)
+    target, _ = Target(stored, options.vocab_map), torch.manual_seed(settings.seed)
+    drafter, (training, held_out) = Drafter(target, len(stored.spec.layer_ids)), split(stored, target)
+    report = train(drafter, Rows(stored, training), settings)
     print(f"loss {report.losses[0]:.3f} to {report.losses[-1]:.3f}, waited for data {report.wait_share:.1%}")
-    accepted = acceptance_length(drafter, held_out, settings.drafted)
+    accepted = acceptance_length(drafter, Rows(stored, held_out, ends_only=True), settings.drafted)
     print(f"acceptance length {accepted:.2f} on {len(held_out)} chats held out")
 
 

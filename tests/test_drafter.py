@@ -53,7 +53,7 @@ def trained(target: Any, rows: Any) -> tuple[Any, list[float]]:
 
 
 def test_losses_on_stored_and_on_live_states_are_equal(stored: HiddenStates, target: Any):
-    numbers, _ = train_drafter.split(stored)
+    numbers, _ = train_drafter.split(stored, target)
     _, from_store = trained(target, compare_drafters.ArmRows(stored, numbers, LAYERS))
     _, live = trained(target, compare_drafters.LiveRows(stored, numbers, LAYERS))
     assert from_store == pytest.approx(live, abs=1e-3)
@@ -61,7 +61,7 @@ def test_losses_on_stored_and_on_live_states_are_equal(stored: HiddenStates, tar
 
 
 def test_a_control_learns_from_something_else(stored: HiddenStates, target: Any):
-    numbers, _ = train_drafter.split(stored)
+    numbers, _ = train_drafter.split(stored, target)
     _, right = trained(target, compare_drafters.ArmRows(stored, numbers, LAYERS))
     for wrong in (
         compare_drafters.ArmRows(stored, numbers, (1, 2)),
@@ -71,9 +71,38 @@ def test_a_control_learns_from_something_else(stored: HiddenStates, target: Any)
         assert losses != pytest.approx(right, abs=1e-3)
 
 
-def test_rows_held_out_are_not_trained_on(stored: HiddenStates):
-    training, held_out = train_drafter.split(stored)
+def test_chats_of_the_target_are_held_out_and_not_trained_on(
+    stored: HiddenStates, target: Any, monkeypatch: pytest.MonkeyPatch
+):
+    assert not any(target.wrote(row) for row in stored)  # some_rows are nobody's words
+    own = [0, 1, 12]
+    monkeypatch.setattr(train_drafter.Target, "wrote", lambda _, row: row["row"] in own)
+    training, held_out = train_drafter.split(stored, target)
+    assert held_out == [0, 12]  # every sixth
     assert sorted(training + held_out) == list(range(len(stored)))
+
+
+def test_an_answer_is_the_target_s_if_it_is_what_it_finds_likeliest(stored: HiddenStates, target: Any):
+    row = max(stored, key=lambda row: int(row["loss_mask"].sum()))
+    at = row["loss_mask"].nonzero()[:, 0]
+    likeliest = target.draft_ids[target.probabilities(row["last_hidden_state"][at - 1]).argmax(-1)]
+    row["input_ids"][at] = likeliest.to(torch.int32)
+    assert target.wrote(row)
+
+
+def test_windows_cover_the_rows_and_ends_are_their_last(
+    stored: HiddenStates, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(train_drafter, "WINDOW", 7)
+    windows = train_drafter.Rows(stored, [3, 5])
+    for number in (3, 5):
+        parts = [windows[k]["input_ids"] for k, (i, _) in enumerate(windows.windows) if i == number]
+        whole = stored[number]["input_ids"].tolist()
+        assert torch.cat(parts[::-1]).tolist() == whole
+    ends = train_drafter.Rows(stored, [3, 5], ends_only=True)
+    assert [end["input_ids"].tolist() for end in ends] == [
+        stored[i]["input_ids"][-7:].tolist() for i in (3, 5)
+    ]
 
 
 @torch.inference_mode()
@@ -90,7 +119,7 @@ def one_by_one(drafter: Any, row: dict[str, Tensor], place: int, num_drafted: in
 
 
 def test_drafts_at_all_places_at_once_are_those_made_one_by_one(stored: HiddenStates, target: Any):
-    numbers, _ = train_drafter.split(stored)
+    numbers, _ = train_drafter.split(stored, target)
     rows = compare_drafters.ArmRows(stored, numbers, LAYERS)
     drafter, _ = trained(target, rows)
     row = max((rows[i] for i in range(len(rows))), key=lambda row: len(row["input_ids"]))
