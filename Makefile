@@ -64,7 +64,7 @@ example: $(READY)  ## train a small drafter on a root, and on wrong states, and 
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[examples]' --no-build-isolation
 	$(BIN)/python examples/smollm2_root.py $(EXAMPLE)
 	test -e $(EXAMPLE)/map.pt || \
-	    $(BIN)/layertap vocab-map $(EXAMPLE)/root --draft-vocab 2048 --out $(EXAMPLE)/map.pt
+	    $(BIN)/layertap vocab-map $(EXAMPLE)/root --draft-vocab 3072 --out $(EXAMPLE)/map.pt
 	$(BIN)/python examples/compare_drafters.py $(EXAMPLE)/root $(EXAMPLE)/map.pt $(EXAMPLE)/outcomes \
 	    --live 40 --plot docs/drafter.png
 

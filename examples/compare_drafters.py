@@ -1,7 +1,7 @@
 """What wrong states cost: one drafter on right states, and on states that are wrong in one way each.
 
     layertap run tokens/ --target TARGET --layers 0,1,13,14,25,26 --root ROOT
-    layertap vocab-map ROOT --draft-vocab 2048 --out map.pt
+    layertap vocab-map ROOT --draft-vocab 3072 --out map.pt
     python examples/compare_drafters.py ROOT map.pt outcomes/ --plot docs/drafter.png
 
 All drafters are trained alike and measured alike: with the right states, as a server hands them out. So the
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from train_drafter import Batch, Drafter, Rows, Settings, Target, acceptance_length, scaled, split, train
+from train_drafter import Batch, Drafter, Rows, Settings, Target, acceptance_length, split, train
 
 from layertap import HiddenStates
 from layertap.catalog import Catalog
@@ -84,18 +84,12 @@ class LiveRows(ArmRows):
         return self.kept[i]
 
 
-class WrongNorm(Target):
-    """A target whose norm is applied twice (post-norm taken for pre-norm), or without its weight."""
-
-    def __init__(self, root: HiddenStates, vocab_map: Path, *, twice: bool) -> None:
-        super().__init__(root, vocab_map)
-        self.twice = twice
+class NormedTwice(Target):
+    """A target whose states are taken for those before its final norm, but have been through it."""
 
     def probabilities(self, last: Tensor) -> Tensor:
-        """As the right ones are made, but for the norm."""
-        if self.twice:
-            return super().probabilities(self.norm(last))
-        return (scaled(last) @ self.head.T).softmax(-1)
+        """As the right ones are made, from states that have been normed."""
+        return super().probabilities(self.norm(last))
 
 
 @dataclass(kw_only=True)
@@ -113,15 +107,14 @@ class Arm:
     """What a drafter is trained on."""
 
     layers: Sequence[int] = RIGHT
-    norm: str = "right"
+    normed_twice: bool = False
     shuffled: bool = False
 
 
 ARMS = {
     "right states": Arm(),
     "layer ids off by one": Arm(layers=ONE_LOWER),
-    "norm applied twice": Arm(norm="twice"),
-    "norm's weight left out": Arm(norm="unweighted"),
+    "norm applied twice": Arm(normed_twice=True),
     "rows shuffled": Arm(shuffled=True),
     "tokens only": Arm(layers=()),
 }
@@ -131,7 +124,7 @@ def run_arm(arm: Arm, stored: HiddenStates, vocab_map: Path, settings: Settings)
     """Train a drafter on what the arm has, and measure it on the right states."""
     target = Target(stored, vocab_map)
     training, held_out = split(stored, target)
-    taught = target if arm.norm == "right" else WrongNorm(stored, vocab_map, twice=arm.norm == "twice")
+    taught = NormedTwice(stored, vocab_map) if arm.normed_twice else target
     torch.manual_seed(settings.seed)
     drafter = Drafter(taught, len(arm.layers))
     report = train(drafter, ArmRows(stored, training, arm.layers, shuffled=arm.shuffled), settings)

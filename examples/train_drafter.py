@@ -1,7 +1,7 @@
 """Trains a small drafter on what layertap stored.
 
     layertap run tokens/ --target TARGET --layers 1,14,26 --root ROOT
-    layertap vocab-map ROOT --draft-vocab 2048 --out map.pt
+    layertap vocab-map ROOT --draft-vocab 3072 --out map.pt
     python examples/train_drafter.py ROOT map.pt
 
 The drafter is an EAGLE head: one decoder layer over three layers of the target. From the target's states at
