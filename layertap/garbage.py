@@ -129,15 +129,16 @@ def old_versions(store: Store, *, num_kept: int) -> Garbage:
     """
     Catalog(store).root()
     versions, garbage = Versions(store), Garbage(store=store)
-    numbers = versions.numbers()
-    latest = versions.latest()
+    numbers, latest = versions.numbers(), versions.latest()
     before = datetime.now(UTC) - BEING_PUBLISHED
-    kept = {*numbers[-num_kept:], *([latest.number] if latest else [])}
-    tables = {_table(versions.get(number)) for number in kept}
-    for found in store.list("versions"):
+    old = {*numbers[:-num_kept]} - ({latest.number} if latest else set())
+    objects = store.list("versions")
+    # records after the objects: what was published meanwhile stays, and so does its table
+    tables = {_table(versions.get(number)) for number in versions.numbers() if number not in old}
+    for found in objects:
         name = found.path.removeprefix("versions/")
         if name.removesuffix(".json").isdigit():
-            if int(name.removesuffix(".json")) not in kept:
+            if int(name.removesuffix(".json")) in old:
                 garbage.add(found, "an older version")
         elif name.endswith(".parquet") and found.path not in tables and found.modified_at < before:
             garbage.add(found, "no version that stays names this table")

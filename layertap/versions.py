@@ -246,14 +246,9 @@ class Versions:
         )
 
     def _put_table(self, content: str, data: bytes) -> str:
-        """Write a table, or use the same one of an earlier publisher; returns its path."""
-        path = f"versions/{content}.parquet"
-        try:
-            self.store.create(path, data)
-        except AlreadyExistsError:
-            if self.store.get(path) != data:  # damaged, or written by another Arrow
-                path = f"versions/{content}-{secrets.token_hex(4)}.parquet"
-                self.store.put(path, data, durable=True)
+        """Write a table under a name of its own: one that lies there may be about to be pruned."""
+        path = f"versions/{content}-{secrets.token_hex(4)}.parquet"
+        self.store.put(path, data, durable=True)
         return path
 
 

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from layertap.catalog import Catalog
 from layertap.cli import main
 from layertap.garbage import find_garbage, old_versions
-from layertap.store import Store
+from layertap.store import Buffer, Store
 from layertap.verify import verify_root
-from layertap.versions import Versions
+from layertap.versions import Version, Versions
 from tests.stored import (
     claimed,
     dataset_of,
@@ -81,6 +81,54 @@ def test_the_newest_complete_version_is_kept_whatever_is_asked(store: Store, tmp
     assert [Versions(store).get(n).complete for n in (1, 2, 3)] == [True, True, False]
     garbage = old_versions(store, num_kept=1)
     assert list(garbage.reasons) == ["versions/1.json"]
+
+
+def test_a_version_published_while_old_ones_are_looked_for_stays(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = new_catalog(store)
+    (first, second) = (dataset_of(some_rows(n), tmp_path / f"{n}.parquet") for n in (5, 10))
+    for dataset, scan in (first, second):
+        extract(catalog, plan_for(dataset, scan, catalog))
+    publish(catalog, *first)
+    monkeypatch.setattr("layertap.garbage.BEING_PUBLISHED", NOW)
+    latest = Versions.latest
+
+    def meanwhile(self: Versions) -> Version | None:
+        found = latest(self)
+        with monkeypatch.context() as patch:
+            patch.setattr(Versions, "latest", latest)
+            publish(catalog, *second, parent=1)
+        return found
+
+    monkeypatch.setattr(Versions, "latest", meanwhile)
+    old_versions(store, num_kept=1).delete()
+    assert Versions(store).numbers() == [1, 2]
+    verify_root(store, num_rows=None).check()
+
+
+def test_a_table_whose_record_is_about_to_be_written_stays(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the same rows were published before, long ago, and that version may go."""
+    catalog = new_catalog(store)
+    (first, second) = (dataset_of(some_rows(n), tmp_path / f"{n}.parquet") for n in (5, 10))
+    for dataset, scan in (first, second):
+        extract(catalog, plan_for(dataset, scan, catalog))
+    publish(catalog, *first)
+    publish(catalog, *second, parent=1)
+    old = old_versions(store, num_kept=1)
+    old.reasons[Versions(store).get(1).rows["path"]] = "its version goes too, and it is old enough"
+    create = Store.create
+
+    def prunes(self: Store, path: str, data: Buffer) -> None:
+        old.delete()
+        create(self, path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create", prunes)
+        assert publish(catalog, *first, parent=2).number == 3
+    verify_root(store, num_rows=None).check()
 
 
 def test_temporary_files_of_killed_writers_are_found(folder_store: Store) -> None:

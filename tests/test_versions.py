@@ -153,13 +153,6 @@ def test_a_damaged_table_of_a_publisher_that_died_is_not_published(store: Store,
         assert Versions(store).rows(version) == whole
 
 
-def test_the_same_table_is_written_once(catalog: Catalog, tmp_path: Path) -> None:
-    dataset, scan = dataset_of(some_rows(10), tmp_path / "rows.parquet")
-    first = publish(catalog, dataset, scan)
-    catalog.store.delete(["versions/1.json"])
-    assert publish(catalog, dataset, scan).rows == first.rows
-
-
 def test_row_groups_are_cut_by_tokens_too(
     catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
