@@ -14,9 +14,9 @@ from layertap.errors import StoppedError
 from layertap.failures import forget_failures
 from layertap.lane import Lane
 from layertap.lane_work import IN_FLIGHT, LaneReport, work_through
-from tasks.shards import submit_shard
+from tasks.shards import SERVER_ERRORS, submit_shard
 from tasks.speed import LaneBoard
-from tasks.storage import open_store
+from tasks.storage import load_block, open_store
 
 
 @flow(
@@ -49,7 +49,7 @@ def extraction_lane(
         compiled: Whether the decoder layers are compiled, on a GPU.
         strict_kernels: Whether to refuse transformers' slow reference code, on a GPU.
     """
-    store = open_store(storage, root)
+    store, block = open_store(storage, root), load_block(storage)
     if runtime.flow_run.run_count > 1:  # somebody pressed Retry
         name = f"{name}-again-{runtime.flow_run.run_count}"
         forget_failures(Catalog(store), plan_id)
@@ -69,11 +69,11 @@ def extraction_lane(
 
     def submit(claim: Claim) -> PrefectFuture[Any]:
         board.show(lane.record)
-        return submit_shard(lane, claim, storage=storage, root=root)
+        return submit_shard(lane, claim, storage=block, root=root)
 
     try:
         with lane:
-            report = work_through(lane, submit)
+            report = work_through(lane, submit, no_fault=SERVER_ERRORS)
     except StoppedError as error:
         return Cancelled(message=str(error))
     board.show(lane.record)

@@ -289,6 +289,12 @@ class Lane:
         self._failures_in_a_row = 0
         return self._pop(claim).outcome
 
+    def give_back(self, claim: Claim) -> None:
+        """Let go of a claim through no fault of its shard, which then waits; or of one that is committed."""
+        held = self._pop(claim)
+        if held.outcome is None:
+            self.catalog.release(claim)
+
     def _pop(self, claim: Claim) -> _Held:
         held = self._held.pop(claim.shard)
         self._num_tokens_let_go += held.num_tokens

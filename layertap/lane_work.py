@@ -1,6 +1,7 @@
 """What a lane does from its first shard to its last: claims, shards in flight, failures, its report."""
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,6 +31,8 @@ DRAIN_S = 12.0
 LANE_ENDING = (StoppedError, DeviceError, SelfCheckError, StoreRefusedError)
 """Errors after which a lane can't go on, and which are no shard's fault."""
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True)
 class LaneReport:
@@ -57,12 +60,15 @@ class ShardFuture(Protocol):
         """The outcome, or raise what the shard raised."""
 
 
-def work_through(lane: Lane, submit: Callable[[Claim], ShardFuture]) -> LaneReport:
+def work_through(
+    lane: Lane, submit: Callable[[Claim], ShardFuture], *, no_fault: tuple[type[Exception], ...] = ()
+) -> LaneReport:
     """Claim and extract shards, two in flight, until there is nothing left to claim.
 
     Args:
         lane: an open lane.
         submit: starts `lane.extract(claim)` in a thread and returns its future; its retries are its own.
+        no_fault: errors of whoever runs the threads; a shard that ends with one is given back.
 
     Raises:
         StoppedError: the run was told to stop.
@@ -81,7 +87,7 @@ def work_through(lane: Lane, submit: Callable[[Claim], ShardFuture]) -> LaneRepo
                 with contextlib.suppress(Empty):
                     finished = done.get(timeout=BEAT_S)
                     num_in_flight -= 1
-                    _settle(lane, report, *finished)
+                    _settle(lane, report, *finished, no_fault)
             elif not lane.wait_for_work():
                 report.seconds = lane.clock.seconds
                 return report
@@ -96,7 +102,13 @@ def _hand_in(done: "SimpleQueue[tuple[Claim, ShardFuture]]", claim: Claim, futur
     done.put((claim, future))
 
 
-def _settle(lane: Lane, report: LaneReport, claim: Claim, future: ShardFuture) -> None:
+def _settle(
+    lane: Lane,
+    report: LaneReport,
+    claim: Claim,
+    future: ShardFuture,
+    no_fault: tuple[type[Exception], ...],
+) -> None:
     """Book a finished shard: an outcome, or a failure for the store to keep."""
     try:
         future.result()
@@ -106,6 +118,9 @@ def _settle(lane: Lane, report: LaneReport, claim: Claim, future: ShardFuture) -
         raise
     except ClaimLostError:
         lane.let_go(claim)
+    except no_fault:
+        log.warning("shard %d wasn't run to its end and is given back", claim.shard, exc_info=True)
+        lane.give_back(claim)
     except Exception as error:
         lane.fail(claim, error)
         report.failed[claim.shard] = f"{type(error).__name__}: {error}"

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import httpx
 from prefect import task
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
+from prefect.exceptions import PrefectException
+from prefect.filesystems import WritableFileSystem
 from prefect.futures import PrefectFuture
 from prefect.tasks import Task, exponential_backoff
 
@@ -15,13 +18,19 @@ from layertap.lane import Lane
 
 RETRIES = 3
 
+SERVER_ERRORS = (httpx.HTTPError, PrefectException)
+"""What a task fails with when Prefect's server is away or refuses it; a lane raises neither."""
+
 _in_hand: dict[tuple[str, int, int], tuple[Lane, Claim]] = {}
 """Plan, shard and claim number -> what the task needs. A lane holds a model: it can't be a task's parameter,
 which Prefect would walk through and hash."""
 
 
-def submit_shard(lane: Lane, claim: Claim, *, storage: str, root: str) -> PrefectFuture[Any]:
-    """Extract the claim's shard in a task of its own; to be called from the lane's flow."""
+def submit_shard(lane: Lane, claim: Claim, *, storage: WritableFileSystem, root: str) -> PrefectFuture[Any]:
+    """Extract the claim's shard in a task of its own; to be called from the lane's flow.
+
+    The block itself is passed, not its name: every task would ask the server for it, which may be away.
+    """
     _in_hand[claim.plan_id, claim.shard, claim.number] = lane, claim
     return extract_shard.with_options(result_storage=storage).submit(
         root=root, plan_id=claim.plan_id, shard=claim.shard, claim=claim.number, token=claim.token

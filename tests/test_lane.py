@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load, save
 
 from layertap import lane as lane_module
+from layertap.catalog import Claim
 from layertap.coordinator import Run
 from layertap.errors import (
     DeviceError,
@@ -172,6 +174,28 @@ def test_two_failures_in_a_row_send_the_lane_to_its_self_check(
             extract_in_threads(lane)
 
 
+def test_a_shard_whose_scheduler_fails_is_given_back_and_not_blamed(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    tries: list[int] = []
+
+    def submit(claim: Claim) -> Future[Any]:
+        future: Future[Any] = Future()
+        tries.append(claim.shard)
+        if tries == [claim.shard]:
+            future.set_exception(ConnectionError("the scheduler is away"))
+        else:
+            future.set_result(lane.extract(claim))
+        return future
+
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        report = work_through(lane, submit, no_fault=(ConnectionError,))
+    assert run.plan is not None
+    assert (len(report.committed), report.failed) == (len(run.plan.shards), {})
+    names = run.catalog.snapshot(plan_id).names[0]
+    assert "release-1" in names and "claim-2" in names
+
+
 def test_a_lane_without_its_device_ends_and_no_shard_is_blamed(
     run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
 ) -> None:
@@ -313,8 +337,6 @@ def test_a_task_repeated_after_its_commit_computes_nothing(
 
 
 def _done(lane: Lane, claim: Any) -> Any:
-    from concurrent.futures import Future
-
     future: Future[Any] = Future()
     future.set_result(lane.extract(claim))
     return future

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import pytest
 import torch
 from prefect import flow, runtime
+from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from prefect.client.orchestration import get_client
-from prefect.filesystems import LocalFileSystem
+from prefect.filesystems import LocalFileSystem, WritableFileSystem
 from prefect.testing.utilities import prefect_test_harness
 
 from layertap.catalog import Claim, Outcome
@@ -21,6 +23,7 @@ from layertap.progress import Clock
 from layertap.store import Store
 from tasks.shards import extract_shard, submit_shard
 from tasks.speed import LANE, SPEED, LaneBoard, SpeedBoard
+from tasks.storage import load_block
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,10 +40,10 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> str:
+def storage(tmp_path: Path) -> WritableFileSystem:
     """A storage block on a fresh folder."""
     LocalFileSystem(basepath=str(tmp_path)).save("results", overwrite=True)
-    return "local-file-system/results"
+    return load_block("local-file-system/results")
 
 
 OUTCOME = Outcome(
@@ -80,7 +83,7 @@ class FaultyLane:
         return OUTCOME
 
 
-def run(lane: FaultyLane, storage: str, *, number: int) -> Any:
+def run(lane: FaultyLane, storage: WritableFileSystem, *, number: int) -> Any:
     """What the future gives, or raises, inside the lane's flow."""
     claim = Claim(plan_id="plan", shard=12, number=number, lane="lane-0", token="t")
 
@@ -101,7 +104,7 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_error_gets_another_try_and_the_manifest_is_kept_as_json(
-    storage: str, tmp_path: Path
+    storage: WritableFileSystem, tmp_path: Path
 ) -> None:
     lane = FaultyLane(StoreError("503 SlowDown"))
     manifest = run(lane, storage, number=1)
@@ -113,7 +116,7 @@ def test_a_store_error_gets_another_try_and_the_manifest_is_kept_as_json(
     assert b'"jsonlib"' in kept.read_bytes()
 
 
-def test_a_lost_claim_is_not_tried_again_and_keeps_its_type(storage: str) -> None:
+def test_a_lost_claim_is_not_tried_again_and_keeps_its_type(storage: WritableFileSystem) -> None:
     lane = FaultyLane(ClaimLostError("lane-1 committed shard 12"))
     error = run(lane, storage, number=2)
     assert isinstance(error, ClaimLostError)
@@ -121,11 +124,35 @@ def test_a_lost_claim_is_not_tried_again_and_keeps_its_type(storage: str) -> Non
     assert lane.num_calls == 1
 
 
-def test_the_next_claim_of_a_shard_is_not_served_from_the_cache(storage: str) -> None:
+def test_the_next_claim_of_a_shard_is_not_served_from_the_cache(storage: WritableFileSystem) -> None:
     lane = FaultyLane()
     for number in (3, 4):
         run(lane, storage, number=number)
     assert lane.num_calls == 2
+
+
+async def _nobody_there_async(*_: Any, **__: Any) -> httpx.Response:
+    raise httpx.ConnectError("connection refused")
+
+
+def _nobody_there(*_: Any, **__: Any) -> httpx.Response:
+    raise httpx.ConnectError("connection refused")
+
+
+def test_a_shard_is_extracted_while_prefect_s_server_is_away(
+    storage: WritableFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = Claim(plan_id="plan", shard=12, number=5, lane="lane-0", token="t")
+
+    @flow(persist_result=False)
+    def lane_flow() -> Any:
+        with monkeypatch.context() as away:
+            away.setattr(PrefectHttpxAsyncClient, "send", _nobody_there_async)
+            away.setattr(PrefectHttpxSyncClient, "send", _nobody_there)
+            lane = cast(Lane, FaultyLane())
+            return submit_shard(lane, claim, storage=storage, root="root").result()["shard"]
+
+    assert lane_flow() == 12
 
 
 def test_the_speed_of_lanes_is_drawn_shown_and_updated_in_place(tmp_path: Path) -> None:
