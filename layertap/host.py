@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -52,19 +53,32 @@ def own_device(device: torch.device) -> Iterator[None]:
     """Hold the GPU for this process alone; the kernel lets go of it however the process ends.
 
     Raises:
-        DeviceError: another process holds it.
+        DeviceError: another process holds it, or its lock can't be opened.
     """
     if device.type != "cuda":
         yield
         return
     uuid = torch.cuda.get_device_properties(device).uuid
     path = Path(tempfile.gettempdir()) / f"layertap-gpu-{uuid}.lock"
-    with path.open("a") as lock:
+    with _opened(path) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise DeviceError(
                 f"another process holds {device_name(device)} (lock {path}): "
                 "an orphan of an earlier run? End it, or start the lane on another GPU"
             ) from error
         yield
+
+
+def _opened(path: Path) -> TextIO:
+    """A lock file, for reading: that of another user will do."""
+    try:
+        if not path.exists():
+            path.touch()
+        return path.open()
+    except OSError as error:
+        raise DeviceError(
+            f"the lock {path} of this GPU can't be opened ({error}): it is another user's? "
+            "End their lanes on this GPU and delete it"
+        ) from error

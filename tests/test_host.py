@@ -28,6 +28,15 @@ def test_without_a_gpu_the_lane_runs_on_the_cpu() -> None:
     assert find_device() == torch.device("cpu")
 
 
+def test_a_lock_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    properties = SimpleNamespace(uuid="test-uuid", name="Fake")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    (tmp_path / "layertap-gpu-test-uuid.lock").mkdir()
+    with pytest.raises(DeviceError, match="layertap-gpu-test-uuid.lock of this GPU can't be opened"):
+        own_device(torch.device("cuda")).__enter__()
+
+
 HOLD = """
 import sys, time, tempfile, torch
 from types import SimpleNamespace
