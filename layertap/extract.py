@@ -139,6 +139,7 @@ class Extractor:
         *,
         on_progress: Callable[[int, int], None],
         should_stop: Callable[[], None],
+        clock: Clock | None = None,
     ) -> ShardResult:
         """Extract a shard and put its files; two threads may do so at once.
 
@@ -147,6 +148,7 @@ class Extractor:
             prefix: the folder of this attempt in the store, used by nobody before.
             on_progress: called from other threads with the rows and tokens done so far, refused ones too.
             should_stop: called between batches and while waiting; raises to end the shard.
+            clock: where this shard's own seconds are counted; for who wants to see them meanwhile.
 
         Returns:
             What was stored; files are durable when this returns.
@@ -156,7 +158,7 @@ class Extractor:
             DeviceError: the device ran out of memory on a row that it had room for before.
             TargetError: the target can't be tapped.
         """
-        shard = _Shard(self, rows, prefix, on_progress, should_stop)
+        shard = _Shard(self, rows, prefix, on_progress, should_stop, clock or Clock())
         with shard.ending():
             shard.issue()
             return shard.drain()
@@ -191,6 +193,7 @@ class _Shard:
         prefix: str,
         on_progress: Callable[[int, int], None],
         should_stop: Callable[[], None],
+        clock: Clock,
     ) -> None:
         self._extractor = extractor
         self._target = extractor.target
@@ -199,7 +202,7 @@ class _Shard:
         self._prefix = prefix
         self._on_progress = on_progress
         self._should_stop = should_stop
-        self._clock = Clock()
+        self._clock = clock
         self._lock = threading.Lock()
         self._rows_done = self._tokens_done = 0
         self._num_splits = 0
@@ -360,7 +363,8 @@ class _Shard:
     def _put(self, batch: _Batch, slot: Slot, refused: dict[int, str]) -> _Stored:
         """Make the slot a finished file and put it; the slot is free when that is done, or has failed."""
         try:
-            slot.wait()
+            with self._spent("copying to the host"):
+                slot.wait()
             unfinite = [row for row in slot.unfinite_rows(batch.layout) if row not in refused]
             layout = slot.finish(batch.layout, {*unfinite, *refused})
             name, digest = f"batch-{batch.number:05d}.safetensors", None

@@ -21,6 +21,7 @@ COLOURS: dict[SpentOn, str] = {
     "self-check": "#7e57c2",
     "waiting for data": "#f9a825",
     "waiting for the store": "#c62828",
+    "copying to the host": "#6a1b9a",
     "other": "#e0e0e0",
 }
 

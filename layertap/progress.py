@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 SpentOn = Literal[
-    "compiling", "self-check", "forward", "loading", "waiting for data", "waiting for the store", "other"
+    "compiling",
+    "self-check",
+    "forward",
+    "loading",
+    "waiting for data",
+    "waiting for the store",
+    "copying to the host",
+    "other",
 ]
 """What a second of a lane can go to. Where several are true of it, it counts under the first of them."""
 
@@ -39,21 +46,20 @@ class Clock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._entered: Counter[SpentOn] = Counter()
+        self._entered_at: dict[SpentOn, list[float]] = {on: [] for on in SPENT_ON}
         self._seconds: dict[SpentOn, float] = dict.fromkeys(SPENT_ON, 0.0)
         self._booked_until = now()
-        self._entered_at: dict[SpentOn, float] = {}
         self._num_over: Counter[SpentOn] = Counter()
         self._over_s: dict[SpentOn, float] = dict.fromkeys(SPENT_ON, 0.0)
 
     @contextmanager
     def spent(self, on: SpentOn) -> Iterator[None]:
         """Count the seconds of the block under `on`, also when it raises."""
-        self._turn(on, 1)
+        entered_at = self._enter(on)
         try:
             yield
         finally:
-            self._turn(on, -1)
+            self._leave(on, entered_at)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -65,26 +71,30 @@ class Clock:
     def open_s(self, on: SpentOn) -> float:
         """Seconds since the oldest block of `on` was entered that hasn't been left; 0 if there is none."""
         with self._lock:
-            return self._now() - self._entered_at[on] if self._entered[on] else 0.0
+            entered_at = self._entered_at[on]
+            return self._now() - min(entered_at) if entered_at else 0.0
 
     def mean_s(self, on: SpentOn) -> float:
         """Mean seconds of the blocks of `on` that are over; 0 before the first."""
         with self._lock:
             return self._over_s[on] / max(self._num_over[on], 1)
 
-    def _turn(self, on: SpentOn, change: int) -> None:
+    def _enter(self, on: SpentOn) -> float:
         with self._lock:
             self._book()
-            self._entered[on] += change
-            if (change, self._entered[on]) == (1, 1):
-                self._entered_at[on] = self._booked_until
-            if self._entered[on] == 0:
-                self._num_over[on] += 1
-                self._over_s[on] += self._booked_until - self._entered_at[on]
+            self._entered_at[on].append(self._booked_until)
+            return self._booked_until
+
+    def _leave(self, on: SpentOn, entered_at: float) -> None:
+        with self._lock:
+            self._book()
+            self._entered_at[on].remove(entered_at)
+            self._num_over[on] += 1
+            self._over_s[on] += self._booked_until - entered_at
 
     def _book(self) -> None:
         until = self._now()
-        on: SpentOn = next((on for on in SPENT_ON if self._entered[on]), "other")
+        on: SpentOn = next((on for on in SPENT_ON if self._entered_at[on]), "other")
         self._seconds[on] += until - self._booked_until
         self._booked_until = until
 

@@ -82,6 +82,19 @@ def test_every_second_counts_once_under_the_first_name_that_is_true_of_it(
     assert clock.seconds == {on: spent_s for on, spent_s in expected.items() if spent_s}
 
 
+def test_the_oldest_open_block_is_the_oldest_even_if_there_was_one_all_along() -> None:
+    now = Ticking()
+    clock = Clock(now)
+    blocks = [clock.spent("copying to the host") for _ in range(10)]
+    for second, block in enumerate(blocks):  # each begins before the last one ends
+        block.__enter__()
+        now.now = second + 1.0
+        if second:
+            blocks[second - 1].__exit__(None, None, None)
+    assert clock.open_s("copying to the host") == 1.0
+    assert clock.mean_s("copying to the host") == 2.0
+
+
 def test_a_block_that_raises_is_counted_and_left() -> None:
     now = Ticking()
     clock = Clock(now)
