@@ -7,7 +7,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Self
@@ -36,7 +36,7 @@ from layertap.shard_state import ShardState
 from layertap.store import Store
 from layertap.target import Target, compare_canary
 from layertap.target_files import store_target
-from layertap.watchdog import kill_process_group, wedged
+from layertap.watchdog import blamed, kill_process_group, wedged
 from layertap.watcher import BEAT_S, Watcher
 
 FAILURES_BEFORE_SELF_CHECK = 2
@@ -60,6 +60,13 @@ class _Held:
     num_rows: int = 0
     attempt: str = ""
     outcome: Outcome | None = None
+    clock: Clock = field(default_factory=Clock)
+
+    is_suspect: bool = False
+    """Whether a lane has died with this shard in hand."""
+
+    has_killed: bool = False
+    """Whether the device was lost in this shard's own work: the claim then counts as a death."""
 
 
 class Lane:
@@ -198,22 +205,33 @@ class Lane:
     def claim(self) -> Claim | None:
         """Claim the next shard that waits or whose lane died, or None when there is none just now.
 
-        Shards that failed on this lane come last: another lane may have more luck with them.
+        Shards that failed on this lane come last: another lane may have more luck with them. One that a lane
+        died with is held alone: should it be what kills, no other shard dies with it again.
         """
         with self.clock.spent("waiting for the store"):
             return self._claim()
 
     def _claim(self) -> Claim | None:
-        states = self._poll()
-        free = [k for k, state in states.items() if state in (ShardState.WAITING, ShardState.STALE)]
-        for shard in sorted(free, key=lambda k: (k in self._failed_here, k)):
+        if any(held.is_suspect for held in self._held.values()):
+            return None
+        for shard in self._candidates():
             number = self._statuses[shard].claim + 1
             details = {"host": host_name(), "device": device_name(self.device), "claimed_at": now()}
             claim = self.catalog.claim(self.plan.plan_id, shard, number, lane=self.name, details=details)
             if claim is not None:
-                self._held[shard] = _Held(claim)
+                self._held[shard] = _Held(claim, is_suspect=self._statuses[shard].num_deaths > 0)
                 return claim
         return None
+
+    def _candidates(self) -> list[int]:
+        """Shards that may be claimed beside those in hand, the least troubled first."""
+        states, told = self._poll(), self._statuses
+        free = [k for k, state in states.items() if state in (ShardState.WAITING, ShardState.STALE)]
+        if self._held:
+            free = [k for k in free if not told[k].num_deaths]
+        return sorted(
+            free, key=lambda k: (k in self._failed_here, told[k].num_deaths + told[k].num_failures, k)
+        )
 
     def extract(self, claim: Claim) -> Outcome:
         """Extract the shard of `claim` and commit it. Safe to call from two threads at once.
@@ -231,12 +249,12 @@ class Lane:
         held, attempt, started_at = self._held[claim.shard], uuid.uuid4().hex, now()
         if held.outcome is not None:
             return held.outcome
-        held.attempt = attempt
+        held.attempt, held.clock = attempt, Clock()
 
         def on_progress(num_rows: int, num_tokens: int) -> None:
             held.num_rows, held.num_tokens = num_rows, num_tokens
 
-        result = self._extract(claim, attempt, on_progress)
+        result = self._extract(held, on_progress)
         if result.refused:  # let it not be the device that is unfit
             with self.extractor.device_lock:
                 self.self_check()
@@ -267,7 +285,8 @@ class Lane:
         with contextlib.suppress(LayertapError):
             self.catalog.store.delete([found.path for found in self.catalog.store.list(prefix)])
 
-    def _extract(self, claim: Claim, attempt: str, on_progress: Callable[[int, int], None]) -> ShardResult:
+    def _extract(self, held: _Held, on_progress: Callable[[int, int], None]) -> ShardResult:
+        claim, attempt = held.claim, held.attempt
         with self.clock.spent("waiting for data"):
             rows = self.catalog.shard_rows(self.plan.plan_id, claim.shard)
         try:
@@ -276,11 +295,13 @@ class Lane:
                 self.catalog.attempt_prefix(self.plan.plan_id, claim.shard, attempt),
                 on_progress=on_progress,
                 should_stop=self.check_stopped,
+                clock=held.clock,
             )
         except Exception as error:
             if not isinstance(error, StoreError):
                 self._remove(claim, attempt)
             if is_context_fatal(error):
+                held.has_killed = True
                 raise DeviceError(f"{device_name(self.device)} is lost to this process: {error}") from error
             raise
 
@@ -330,11 +351,18 @@ class Lane:
         self.catalog.fail(held.claim, failure)
 
     def _end_if_wedged(self) -> None:
-        """Record what hangs, and end the process: its shards may be claimed at once."""
+        """Record what hangs, give the rest back, and end the process: its shards may be claimed at once."""
         if reason := wedged(self.clock):
-            for held in list(self._held.values()):
-                with contextlib.suppress(LayertapError):
-                    self._record(held, DeviceError(f"{device_name(self.device)}: {reason}"))
+            in_hand = dict(self._held)
+            hung = blamed({shard: held.clock for shard, held in in_hand.items()})
+            for shard, held in in_hand.items():
+                try:
+                    if shard == hung:
+                        self._record(held, DeviceError(f"{device_name(self.device)}: {reason}"))
+                    else:
+                        self.catalog.release(held.claim)
+                except Exception:  # whatever it is, the process must end
+                    log.warning("can't tell why shard %d is let go", shard, exc_info=True)
             kill_process_group()
 
     def check_stopped(self) -> None:
@@ -378,11 +406,14 @@ class Lane:
         self._ending.set()
 
     def close(self) -> None:
-        """End the lane's threads, give back the shards in hand, and let go of the device."""
+        """End the lane's threads, give back the shards in hand, and let go of the device.
+
+        Not the shard that took the device away: its claim goes stale, and the third such makes it failed.
+        """
         self.end()
         self._exits.close()
         for held in self._held.values():
-            if held.outcome is None:
+            if held.outcome is None and not held.has_killed:
                 with contextlib.suppress(LayertapError):  # else the claim goes stale, which is only slower
                     self.catalog.release(held.claim)
 

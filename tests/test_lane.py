@@ -24,7 +24,7 @@ from layertap.errors import (
 from layertap.lane import CANARY, Lane
 from layertap.lane_work import extract_in_threads, work_through
 from layertap.progress import SPENT_ON
-from layertap.shard_state import ShardState
+from layertap.shard_state import ShardState, shard_state
 from layertap.store import Store
 from layertap.target_files import TargetFiles
 from tests.models import saved, tiny_llama
@@ -196,7 +196,7 @@ def test_a_shard_whose_scheduler_fails_is_given_back_and_not_blamed(
     assert "release-1" in names and "claim-2" in names
 
 
-def test_a_lane_without_its_device_ends_and_no_shard_is_blamed(
+def test_a_lane_whose_device_others_fill_ends_and_no_shard_is_blamed(
     run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
 ) -> None:
     with (
@@ -210,6 +210,71 @@ def test_a_lane_without_its_device_ends_and_no_shard_is_blamed(
         lane.extract = leaking  # type: ignore[method-assign]
         extract_in_threads(lane)
     assert {(row["state"], row["failures"]) for row in run.watch().poll().shards} == {(ShardState.WAITING, 0)}
+
+
+def test_a_shard_that_takes_the_gpu_away_has_failed_after_three_lanes_and_no_other_has(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    poison = run.catalog.shard_rows(plan_id, 0).tokens(0).tolist()
+    num_lost = 0
+    while lane := Lane.open(folder_store, plan_id, run="run", target=target, name=f"lane-{num_lost}"):
+        honest = lane.target.tap
+
+        def tap(ids: torch.Tensor, honest: Any = honest) -> Any:
+            if any(row[: len(poison)].tolist() == poison for row in ids):
+                raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            return honest(ids)
+
+        lane.target.tap = tap  # type: ignore[method-assign]
+        with pytest.raises(DeviceError, match="is lost to this process"), lane:
+            extract_in_threads(lane)
+        num_lost += 1
+        assert num_lost <= 3
+    names = run.catalog.snapshot(plan_id).names
+    assert sorted(names[0]) == ["claim-1", "claim-2", "claim-3"]
+    assert shard_state(names[0], [3]).state == ShardState.FAILED
+    assert all("outcome" in names[shard] for shard in names if shard)
+
+
+def test_a_shard_that_a_lane_died_with_is_taken_last_and_held_alone(
+    run: Run, plan_id: str, folder_store: Store, target: str
+) -> None:
+    for shard in (0, 1):
+        assert run.catalog.claim(plan_id, shard, 1, lane="dead", details={})
+        taken_over = run.catalog.claim(plan_id, shard, 2, lane="stopped", details={})
+        assert taken_over is not None
+        run.catalog.release(taken_over)
+    assert run.plan is not None
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        together = list(iter(lane.claim, None))
+        assert [claim.shard for claim in together] == list(range(2, len(run.plan.shards)))
+        for claim in together:
+            _finish(lane, claim)
+        for shard in (0, 1):
+            alone = lane.claim()
+            assert alone is not None and alone.shard == shard and lane.claim() is None
+            _finish(lane, alone)
+
+
+def _finish(lane: Lane, claim: Claim) -> None:
+    lane.extract(claim)
+    lane.let_go(claim)
+
+
+def test_a_lane_that_hangs_dies_even_if_it_cannot_say_why(
+    run: Run, plan_id: str, folder_store: Store, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    ends: list[str] = []
+    with opened(folder_store, plan_id, target, "lane-0") as lane, monkeypatch.context() as patch:
+        assert lane.claim() is not None
+        patch.setattr(lane_module, "wedged", lambda clock: "the device hangs")
+        patch.setattr(lane_module, "kill_process_group", lambda: ends.append("killed"))
+        patch.setattr(lane.catalog, "release", broken)
+        lane._end_if_wedged()
+    assert ends == ["killed"]
 
 
 def test_a_store_that_refuses_ends_the_lane_and_no_shard_is_blamed(

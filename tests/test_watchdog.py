@@ -17,9 +17,10 @@ from layertap.coordinator import Run
 from layertap.lane import Lane
 from layertap.lane_work import extract_in_threads
 from layertap.progress import Clock
+from layertap.staging import Slot
 from layertap.store import Store
 from layertap.target import Target
-from layertap.watchdog import WEDGED_S, wedged
+from layertap.watchdog import WEDGED_S, blamed, wedged
 from tests.models import saved, tiny_llama
 from tests.runs import save_rows, settings_for, some_rows
 
@@ -65,23 +66,46 @@ def test_the_whole_group_of_a_lane_dies_with_it() -> None:
             time.sleep(0.05)
 
 
-def _hang(folder: str, plan_id: str, target: str) -> None:
+def test_the_shard_is_blamed_that_has_waited_longest_for_the_device() -> None:
+    fake = _FakeTime()
+    clocks = {shard: Clock(fake) for shard in (3, 4, 5)}
+    with clocks[3].spent("waiting for the store"):
+        fake.now_s += 10
+        assert blamed(clocks) is None
+        with clocks[5].spent("copying to the host"):
+            fake.now_s += 10
+            with clocks[4].spent("forward"):
+                fake.now_s += 10
+                assert blamed(clocks) == 5
+    assert blamed({}) is None
+
+
+def _hang(folder: str, plan_id: str, target: str, what: str) -> None:
     layertap.lane.BEAT_S = 0.2
     watchdog.WEDGED_S = 1.0
     lane = Lane.open(Store.folder(folder), plan_id, run="run", target=target, name="hung")
     assert lane is not None
-    Target.tap = lambda *_: signal.pause()  # type: ignore[assignment,method-assign]
+    owner = {"tap": Target, "wait": Slot}[what]
+    setattr(owner, what, lambda *_: signal.pause())
     extract_in_threads(lane)
 
 
-def test_a_lane_that_hangs_records_why_and_dies(folder_store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "words"), [("tap", "a forward"), ("wait", "a copy to the host")])
+def test_a_lane_that_hangs_records_why_and_dies(
+    folder_store: Store, tmp_path: Path, what: str, words: str
+) -> None:
+    """And its other shard, that hangs along, is given back."""
     target = saved(tiny_llama(), tmp_path / "target")
-    run = Run.prepare(folder_store, settings_for(save_rows(some_rows(5), tmp_path / "rows"), target))
+    run = Run.prepare(folder_store, settings_for(save_rows(some_rows(60), tmp_path / "rows"), target))
     assert run.plan is not None
-    arguments = (str(tmp_path / "root"), run.plan.plan_id, target)
+    arguments = (str(tmp_path / "root"), run.plan.plan_id, target, what)
     lane = multiprocessing.get_context("spawn").Process(target=_hang, args=arguments)
     lane.start()
     lane.join(90)
     assert lane.exitcode == -signal.SIGKILL
-    failure = Catalog(folder_store).last_failure(run.plan.plan_id, 0)
-    assert "no end of a forward for" in failure["error"]
+    names = Catalog(folder_store).snapshot(run.plan.plan_id).names
+    assert sorted(names) == [0, 1], "two are in flight"
+    [hung] = [shard for shard in names if "fail-1.hung" in names[shard]]
+    assert sorted(names[1 - hung]) == ["claim-1", "release-1"]
+    failure = Catalog(folder_store).last_failure(run.plan.plan_id, hung)
+    assert f"no end of {words} for" in failure["error"]
