@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from obstore.exceptions import BaseError
 
+from layertap.store_errors import EXPIRED_CODES
+
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
 
@@ -38,14 +40,24 @@ WAITS_S = (0.2, 0.6, 1.8, 5.0, *[10.0] * 60)
 """The longest waits between such tries; each is drawn from below it."""
 
 
-def patiently(operation: Callable[[], _T], at_most: timedelta) -> _T:
-    """Repeat an operation, all of it, where obstore's own retries end too early."""
+def patiently(operation: Callable[[], _T], at_most: timedelta, *, renew: Callable[[], None]) -> _T:
+    """Repeat an operation, all of it, where obstore's own retries end too early.
+
+    Args:
+        operation: what is done.
+        at_most: no try begins later than this.
+        renew: called before the next try where the credentials have expired.
+    """
     deadline = time.monotonic() + at_most.total_seconds()
     for wait_s in WAITS_S:
         try:
             return operation()
         except (BaseError, FileNotFoundError) as error:
-            if not any(text in str(error) for text in ENDS_EARLY) or time.monotonic() > deadline:
+            expired = any(f"<Code>{code}</Code>" in str(error) for code in EXPIRED_CODES)
+            ends_early = expired or any(text in str(error) for text in ENDS_EARLY)
+            if not ends_early or time.monotonic() > deadline:
                 raise
+            if expired:
+                renew()
         time.sleep(random.uniform(0, wait_s))
     return operation()

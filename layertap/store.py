@@ -151,8 +151,8 @@ class Store:
         with self._mapped("put", path):
             if isinstance(self._root, Path):
                 self._root.mkdir(parents=True, exist_ok=True)
-            put = partial(self._objects.put, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
-            self._patiently(lambda: put(body()))
+            sizes: Any = {"chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
+            self._patiently(lambda: self._objects.put(path, body(), **sizes))
             if durable and (target := self.local_path(path)):
                 _sync(target)
                 self._sync_folders(target)
@@ -314,7 +314,11 @@ class Store:
         return self._opened
 
     def _patiently(self, operation: Callable[[], _T]) -> _T:
-        return patiently(operation, self._retry["retry_timeout"])
+        return patiently(operation, self._retry["retry_timeout"], renew=self._reopen)
+
+    def _reopen(self) -> None:
+        """Let the next request ask for credentials anew: obstore keeps those it has as long as they last."""
+        self.__dict__.pop("_opened", None)
 
     def _read_range(self, path: str, offset: int, nbytes: int) -> Buffer:
         if isinstance(self._root, Path):

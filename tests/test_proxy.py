@@ -5,6 +5,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -174,17 +175,39 @@ def test_checksum_headers_can_be_left_out(opened: Callable[..., Store], proxy: P
     check_store(opened(checksums=False))
 
 
-def test_expired_credentials_are_worth_another_try(
+def test_expired_credentials_are_asked_for_again_before_a_put_fails(
+    object_server: ObjectServer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = object_server.settings(BUCKET, prefix=f"root-{uuid.uuid4().hex[:8]}")
+    settings = dataclasses.replace(settings, endpoint_url=proxy.endpoint_url)
+    session = object_server.session()
+    keys = session.get_credentials()
+    store = Store(Bucket(settings, session), QUICK)  # type: ignore[arg-type]
+    store.put("data/a", b"0")
+    frozen, asked = keys.get_frozen_credentials, []
+
+    def renewed() -> object:
+        asked.append(True)
+        proxy.faults.expired_keys = set()
+        return frozen()
+
+    monkeypatch.setattr(keys, "get_frozen_credentials", renewed)
+    for path, body in (("data/a", b"small"), ("data/b", secrets.token_bytes(PART_BYTES + 1))):
+        proxy.faults.expired_keys = {keys.access_key}
+        store.put(path, body)
+        assert store.get(path) == body
+    assert len(asked) == 2
+
+
+def test_credentials_that_stay_expired_are_worth_another_try_later(
     object_server: ObjectServer, opened: Callable[..., Store], proxy: Proxy
 ) -> None:
-    store, keys = opened(), object_server.session().get_credentials()
-    assert keys is not None
+    keys = object_server.session().get_credentials()
     proxy.faults.expired_keys = {keys.access_key}
+    store = opened().with_retry({**PATIENT, "retry_timeout": timedelta(0)})
     with pytest.raises(StoreError, match="ExpiredToken") as raised:
         store.put("data/a", b"x")
     assert raised.value.retriable
-    proxy.faults.expired_keys = set()
-    store.put("data/a", b"x")
 
 
 def test_a_private_ca_is_trusted_by_its_file_and_nothing_else_is(
