@@ -23,6 +23,7 @@ REFUSED_CODES = {
     "NotImplemented",
     "QuotaExceeded",
     "SignatureDoesNotMatch",
+    "XMinioAdminBucketQuotaExceeded",
     "XMinioStorageFull",
 }
 REFUSED_PHRASES = (

@@ -352,6 +352,7 @@ def test_credentials_that_expire_are_asked_for_again(
         (obstore_errors.GenericError("507 Insufficient Storage"), StoreRefusedError),
         (obstore_errors.GenericError("… No space left on device (os error 28)"), StoreRefusedError),
         (obstore_errors.PermissionDeniedError("<Code>ExpiredToken</Code>"), StoreError),
+        (obstore_errors.GenericError("400 <Code>XMinioAdminBucketQuotaExceeded</Code>"), StoreRefusedError),
         (obstore_errors.GenericError("503 <Code>SlowDown</Code>"), StoreError),
         (FileNotFoundError("404 <Code>NoSuchBucket</Code>"), StoreRefusedError),
         (FileNotFoundError("404 <Code>NoSuchKey</Code>"), NotFoundError),
