@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from layertap.catalog import Catalog
-from layertap.errors import StoreError
+from layertap.errors import StoreError, StoreRefusedError
 from layertap.shard_state import ShardState
 from layertap.store import ObjectInfo, Store, Upload
 from layertap.versions import Version, Versions
 
 BEING_PUBLISHED = timedelta(hours=1)
 """A table younger than this may be one whose record is about to be written."""
+
+LIFECYCLE_RULE = "let a lifecycle rule abort incomplete ones"
 
 DATA_OBJECT = re.compile(r"plans/[^/]+/data/(\d{5,})/([^/]+)/.+")
 
@@ -26,15 +28,18 @@ class Garbage:
 
     store: Store
     reasons: dict[str, str] = field(default_factory=dict)
-    """Path -> why it may go, in the order in which it does."""
+    """Path of an object -> why it may go, in the order in which it does."""
 
     num_bytes: int = 0
     uploads: list[Upload] = field(default_factory=list)
+    """Multipart uploads that nobody ended; an object may lie under the same path."""
+
     notes: list[str] = field(default_factory=list)
     """What else the user should know."""
 
     def __str__(self) -> str:
-        return f"{len(self.reasons):,} to delete, {self.num_bytes / 1e9:.3g} GB"
+        num_found = len(self.reasons) + len(self.uploads)
+        return f"{num_found:,} to delete, {self.num_bytes / 1e9:.3g} GB"
 
     def add(self, found: ObjectInfo, why: str) -> None:
         """Take an object."""
@@ -42,11 +47,13 @@ class Garbage:
         self.num_bytes += found.size
 
     def delete(self) -> None:
-        """Delete all of it."""
-        uploads = {upload.path for upload in self.uploads}
-        self.store.delete([path for path in self.reasons if path not in uploads])
+        """Delete all of it; uploads that the store refuses to abort are noted."""
+        self.store.delete(list(self.reasons))
         for upload in self.uploads:
-            self.store.abort(upload)
+            try:
+                self.store.abort(upload)
+            except StoreRefusedError as error:
+                self.notes.append(f"a multipart upload stays ({error}): {LIFECYCLE_RULE}")
 
 
 def find_garbage(store: Store, *, older_than: timedelta = timedelta(hours=24)) -> Garbage:
@@ -110,14 +117,9 @@ def _add_uploads(garbage: Garbage, before: datetime) -> None:
     try:
         uploads = garbage.store.open_uploads()
     except StoreError as error:
-        garbage.notes.append(
-            f"multipart uploads can't be listed ({error}): let a lifecycle rule abort incomplete ones"
-        )
+        garbage.notes.append(f"multipart uploads can't be listed ({error}): {LIFECYCLE_RULE}")
         return
-    for upload in uploads:
-        if upload.begun_at < before:
-            garbage.uploads.append(upload)
-            garbage.reasons[upload.path] = "a multipart upload that nobody ended"
+    garbage.uploads += [upload for upload in uploads if upload.begun_at < before]
 
 
 def old_versions(store: Store, *, num_kept: int) -> Garbage:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -136,11 +137,10 @@ class Bucket:
                 yield upload["Key"].removeprefix(prefix), upload["UploadId"], upload["Initiated"]
 
     def abort(self, path: str, upload_id: str) -> None:
-        """Abort a multipart upload."""
-        key = f"{self.settings.prefix}/{path}".lstrip("/")
-        self._client_of_process().abort_multipart_upload(
-            Bucket=self.settings.bucket, Key=key, UploadId=upload_id
-        )
+        """Abort a multipart upload, unless it has ended meanwhile."""
+        key, client = f"{self.settings.prefix}/{path}".lstrip("/"), self._client_of_process()
+        with suppress(client.exceptions.NoSuchUpload):
+            client.abort_multipart_upload(Bucket=self.settings.bucket, Key=key, UploadId=upload_id)
 
     def range_after_fork(self, path: str, offset: int, nbytes: int) -> bytes:
         """A range through boto3, for a forked process: there obstore waits for threads that do not exist."""

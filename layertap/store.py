@@ -7,10 +7,11 @@ import contextlib
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.request import url2pathname
@@ -272,16 +273,16 @@ class Store:
         """Files that writers who died left on a folder, under names that no list shows; none on S3."""
         if not isinstance(self._root, Path) or self._is_missing:
             return []
-        found = [path for path in self._root.rglob("*") if TEMPORARY.fullmatch(path.name) and path.is_file()]
-        return [
-            ObjectInfo(
-                path=str(path.relative_to(self._root)),
-                size=path.stat().st_size,
-                e_tag=None,
-                modified_at=datetime.fromtimestamp(path.stat().st_mtime, UTC),
-            )
-            for path in sorted(found)
-        ]
+        found = []
+        with mapped("list the temporary files of", self.uri):
+            for path in self._root.rglob("*#*"):
+                with contextlib.suppress(FileNotFoundError):  # its writer lives, and is done with it
+                    info = path.stat()
+                    if TEMPORARY.fullmatch(path.name) and stat.S_ISREG(info.st_mode):
+                        modified_at = datetime.fromtimestamp(info.st_mtime, UTC)
+                        name = path.relative_to(self._root).as_posix()
+                        found.append(ObjectInfo(name, info.st_size, None, modified_at))
+        return sorted(found, key=lambda o: o.path)
 
     def local_path(self, path: str) -> Path | None:
         """The file behind an object on a folder; None on S3."""

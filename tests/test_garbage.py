@@ -1,6 +1,7 @@
 """What dead writers left goes, what counts or may come to count stays; nothing goes unless told so."""
 
 import secrets
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from layertap.catalog import Catalog
 from layertap.cli import main
 from layertap.garbage import find_garbage, old_versions
+from layertap.s3 import Bucket
 from layertap.store import Buffer, Store
 from layertap.verify import verify_root
 from layertap.versions import Version, Versions
@@ -153,12 +155,63 @@ def test_uploads_that_nobody_ended_are_aborted_under_this_root_alone(s3_store: S
     for key in (f"{prefix}/plans/p/data/00000/a/batch-00000.safetensors", stranger):
         client.create_multipart_upload(Bucket=name, Key=key)
     garbage = find_garbage(s3_store, older_than=NOW)
-    assert list(garbage.reasons) == ["plans/p/data/00000/a/batch-00000.safetensors"]
-    assert not find_garbage(s3_store).reasons
+    assert [upload.path for upload in garbage.uploads] == ["plans/p/data/00000/a/batch-00000.safetensors"]
+    assert not find_garbage(s3_store).uploads
+    also = find_garbage(s3_store, older_than=NOW)
     garbage.delete()
-    assert not find_garbage(s3_store, older_than=NOW).reasons
+    also.delete()  # by another hand, of what is gone by now
+    assert not find_garbage(s3_store, older_than=NOW).uploads
     left = client.list_multipart_uploads(Bucket=name, Prefix=stranger)["Uploads"]
     assert [upload["Key"] for upload in left] == [stranger]
+
+
+def test_an_object_goes_beside_an_upload_of_its_path_that_may_not_be_aborted(
+    s3_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = new_catalog(s3_store)
+    dataset, scan = dataset_of(some_rows(20), tmp_path / "rows.parquet")
+    plan = plan_for(dataset, scan, catalog)
+    write_attempt(catalog, claimed(catalog, plan, 0), attempt="dead")
+    winner = claimed(catalog, plan, 0, 2)
+    catalog.commit(winner, write_attempt(catalog, winner, attempt="winner"))
+    path = f"plans/{plan.plan_id}/data/00000/dead/batch-00000.safetensors"
+    bucket = s3_store._root
+    assert isinstance(bucket, Bucket)
+    key = f"{bucket.settings.prefix}/{path}"
+    bucket._client_of_process().create_multipart_upload(Bucket=bucket.settings.bucket, Key=key)
+
+    def refuses(self: Bucket, path: str, upload_id: str) -> None:
+        raise PermissionError("Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "abort", refuses)
+        garbage = find_garbage(s3_store, older_than=NOW)
+        garbage.delete()
+    assert not s3_store.exists(path)
+    assert any("Permission denied" in note and "lifecycle rule" in note for note in garbage.notes)
+    left = find_garbage(s3_store, older_than=NOW)
+    assert (list(left.reasons), [upload.path for upload in left.uploads]) == ([], [path])
+    left.delete()
+    assert not find_garbage(s3_store, older_than=NOW).uploads
+
+
+def test_temporary_files_that_get_their_name_meanwhile_are_left_out(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_store.put("a", b"1")
+    root = folder_store.local_path("a#1").parent  # type: ignore[union-attr]
+    for number in range(4):
+        (root / f"a#{number}").write_bytes(b"half")
+    rglob = Path.rglob
+
+    def renamed(self: Path, pattern: str) -> Iterator[Path]:
+        for path in list(rglob(self, pattern)):
+            if path.name in ("a#0", "a#2"):
+                path.rename(root / "b")
+            yield path
+
+    monkeypatch.setattr(Path, "rglob", renamed)
+    assert [info.path for info in folder_store.temporary_files()] == ["a#1", "a#3"]
 
 
 @pytest.mark.parametrize("command", [["gc", "--older-than", "0"], ["prune", "--keep-versions", "1"]])

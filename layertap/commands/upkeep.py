@@ -130,11 +130,13 @@ def prune(root: str, num_kept: int, delete: bool) -> None:
 def _show(garbage: "Garbage", delete: bool) -> None:
     for path, why in garbage.reasons.items():
         click.echo(f"{path}: {why}")
+    for upload in garbage.uploads:
+        click.echo(f"{upload.path}: a multipart upload that nobody ended")
     click.echo(str(garbage))
-    for note in garbage.notes:
-        click.echo(note)
     if delete:
         garbage.delete()
         click.echo("deleted")
-    elif garbage.reasons:
+    for note in garbage.notes:
+        click.echo(note)
+    if not delete and (garbage.reasons or garbage.uploads):
         click.echo("Nothing was deleted: add --delete to do it.")
