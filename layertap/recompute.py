@@ -6,6 +6,7 @@ target's predictions, compared by the KL divergence of the logits.
 Shapes: T tokens of a row, H hidden size, V vocabulary.
 """
 
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from layertap.catalog import Catalog
-from layertap.errors import StoreError
+from layertap.errors import IntegrityError, StoreError
 from layertap.host import find_device
-from layertap.store import Store
-from layertap.stored_rows import StoredFile, StoredRow, states_of
+from layertap.store import Buffer, Store
+from layertap.stored_rows import StoredFile, StoredRow, states_of, wrong_row
 from layertap.target import NOISE_TOLERANCE, Target, relative_error
 from layertap.verify import Finding, Verification
 
@@ -64,9 +65,8 @@ class _Comparison:
 
     def add(self, file: StoredFile, row: StoredRow) -> None:
         """Compare one row; one that differs by more than any device does is named."""
-        try:
-            data = self._store.get_range(file.path, row.offset, row.nbytes)
-        except StoreError:  # named already
+        data = self._read(file, row)
+        if data is None:  # named already
             return
         self._num_rows += 1
         ids_T = torch.frombuffer(bytearray(data[-4 * row.num_tokens :]), dtype=torch.int32)
@@ -85,6 +85,15 @@ class _Comparison:
             last = "last_hidden_state"
             self._divergences.append((self._kl(fresh[last], stored[last].to(fresh[last].device)), file))
 
+    def _read(self, file: StoredFile, row: StoredRow) -> Buffer | None:
+        """The row's bytes; None if they aren't those that were written, in two tries."""
+        with suppress(StoreError, IntegrityError):
+            for _ in range(2):
+                data = self._store.get_range(file.path, row.offset, row.nbytes)
+                if wrong_row(row, data, self._target.spec) is None:
+                    return data
+        return None
+
     def finish(self) -> None:
         """Hold the rows together against the tolerance, and say what it was."""
         said = []
@@ -100,7 +109,8 @@ class _Comparison:
         if others:
             tolerance = NOISE_TOLERANCE[self._target.spec.dtype]
             said.append(f"{others:,} by another path: states within {tolerance:g}, logits not stored")
-        self._report.recomputed = f"{self._num_rows:,} rows recomputed, " + "; ".join(said)
+        counted = f"{self._num_rows:,} rows recomputed"
+        self._report.recomputed = f"{counted}, {'; '.join(said)}" if said else counted
 
     def _judge(self, found: float, tolerance: float, what: str, rows: list[tuple[float, StoredFile]]) -> None:
         if not found <= tolerance:
