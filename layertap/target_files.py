@@ -22,9 +22,9 @@ from torch import Tensor
 from layertap.checkpoint import CHUNK_BYTES, Checkpoint, StoredTensor, embedding_name, head_names
 from layertap.errors import AlreadyExistsError, CatalogError, IntegrityError, NotFoundError, TargetError
 from layertap.norms import FinalNorm, identify_norm
-from layertap.records import check_format, known_fields, read_record, to_json
+from layertap.records import check_format, get_checked, known_fields, read_record, to_json
 from layertap.spec import FORMAT_VERSION
-from layertap.store import Store, crc64nvme
+from layertap.store import Store, checksum_text, crc64nvme
 from layertap.target import Target
 from layertap.target_info import WEIGHTS_INDEX, Source, find_backbone, load_config, meta_model
 
@@ -211,7 +211,7 @@ def _put(store: Store, name: str, chunks: Callable[[], Iterator[bytes]]) -> dict
             yield chunk
 
     store.put_chunks(f"target/{name}", counted, durable=True)
-    return {"size": size, "checksum": f"crc64nvme:{crc:016x}"}
+    return {"size": size, "checksum": checksum_text(crc)}
 
 
 class TargetFiles:
@@ -236,8 +236,12 @@ class TargetFiles:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The target's config.json."""
-        config: dict[str, Any] = json.loads(self.store.get("target/config.json"))
+        """The target's config.json.
+
+        Raises:
+            IntegrityError: it was damaged.
+        """
+        config: dict[str, Any] = json.loads(self._get("config.json"))
         return config
 
     def weight(self, part: Part) -> Tensor:
@@ -247,6 +251,7 @@ class TargetFiles:
 
         Raises:
             CatalogError: the checkpoint had none that can be read; says why.
+            IntegrityError: its file was damaged.
         """
         if part in self.record.missing and part not in self.record.tensors:
             raise CatalogError(f"{self.store.uri} has no {part} of the target: {self.record.missing[part]}")
@@ -254,11 +259,12 @@ class TargetFiles:
         if "tied_to" in described:
             return self.weight(described["tied_to"])
         local = self.store.local_path(f"target/{described['file']}")
-        if local is not None:
-            with safe_open(local, "pt") as file:
-                found: Tensor = file.get_tensor(described["name"])
-            return found
-        return load(self.store.get(f"target/{described['file']}"))[described["name"]]
+        if local is None:
+            return load(self._get(described["file"]))[described["name"]]
+        self.check(described["file"])
+        with safe_open(local, "pt") as file:
+            found: Tensor = file.get_tensor(described["name"])
+        return found
 
     def final_norm(self) -> FinalNorm:
         """The target's final norm.
@@ -274,6 +280,31 @@ class TargetFiles:
             )
         return FinalNorm.from_record(self.record.final_norm, self.weight("final_norm"))
 
+    def check(self, name: str) -> None:
+        """Read a file back, in pieces.
+
+        Raises:
+            NotFoundError: it is gone.
+            IntegrityError: it hasn't the bytes that were written, in two tries.
+        """
+        written = self.record.files[name]
+        if not any(self._read(name) == (written["size"], written["checksum"]) for _ in range(2)):
+            raise self._damaged(name)
+
+    def _read(self, name: str) -> tuple[int, str]:
+        """Size and checksum of a file as it is now."""
+        path, crc = f"target/{name}", 0
+        size = self.store.head(path).size
+        for at in range(0, size, CHUNK_BYTES):
+            crc = crc64nvme(self.store.get_range(path, at, min(CHUNK_BYTES, size - at)), crc)
+        return size, checksum_text(crc)
+
+    def _get(self, name: str) -> bytes:
+        return get_checked(self.store, f"target/{name}", self.record.files[name]["checksum"])
+
+    def _damaged(self, name: str) -> IntegrityError:
+        return IntegrityError(f"{self.store.uri}/target/{name} hasn't the bytes that were written")
+
     def copy_to(self, folder: Path) -> None:
         """Copy all files to a folder that loads as a target's; what is there already is left alone.
 
@@ -286,7 +317,7 @@ class TargetFiles:
             if not path.exists():
                 part = path.with_name(f"{name}.part")
                 if not any(self._fetch(name, part) == written["checksum"] for _ in range(2)):
-                    raise IntegrityError(f"{self.store.uri}/target/{name} hasn't the bytes that were written")
+                    raise self._damaged(name)
                 part.rename(path)
 
     def _fetch(self, name: str, path: Path) -> str:
@@ -304,4 +335,4 @@ class TargetFiles:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 crc = crc64nvme(chunk, crc)
-        return f"crc64nvme:{crc:016x}"
+        return checksum_text(crc)

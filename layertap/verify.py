@@ -3,6 +3,7 @@
 Everything is read back from the store; nothing is written. What is found wrong is named with the way out.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,9 @@ FILES_AT_ONCE = 4
 """Batch files read at a time; whole ones take half a gigabyte each in the headline job."""
 
 MAX_TABLE_ROWS = 100
+
+Wrong = tuple[str, object]
+"""Where something is wrong, and what."""
 
 RESTORE = "restore it from a copy"
 RUN_AGAIN = "start the run again: it publishes a new version of the rows that are stored"
@@ -119,8 +123,10 @@ def verify_root(
         TargetError: the target can't be loaded here, or isn't the one of the root.
     """
     verifier = _Verifier(store)
+    named = verifier.check_versions()  # before the outcomes: those that it names are there by now
     files = verifier.committed_files()
-    verifier.check_versions(files)
+    verifier.check_named(named, files)
+    verifier.check_target()
     chosen = files if num_rows is None else sample(files, num_rows, seed)
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         list(pool.map(verifier.check_whole if num_rows is None else verifier.check_rows, chosen))
@@ -221,62 +227,101 @@ class _Verifier:
             for file in outcome.files
         ]
 
-    def check_versions(self, files: list[StoredFile]) -> None:
-        """Check each version's record and table, and that the newest one names only rows that count."""
-        versions, there = Versions(self.store), {file.path for file in files}
+    def check_versions(self) -> set[str]:
+        """Check each version's record and table; returns the files that the newest one names."""
+        versions, named = Versions(self.store), set[str]()
         numbers = versions.numbers()
         for number in numbers:
             self.report.num_records += 2
-            where, is_newest = f"versions/{number}.json", number == numbers[-1]
+            is_newest = number == numbers[-1]
             way = RUN_AGAIN if is_newest else f"{RESTORE}, or remove it with `layertap prune`"
             try:
-                table = versions.rows(versions.get(number), ["file"])
+                names = versions.rows(versions.get(number), ["file"])["file"].unique().to_pylist()
             except (IntegrityError, NotFoundError) as error:
-                self._find(where, error, way)
+                self._find(_version(number), error, way)
                 continue
-            gone = {name for name in table["file"].unique().to_pylist() if name is not None} - there
-            if gone and is_newest:
-                what = f"it names {len(gone):,} files that no outcome names, such as {min(gone)}"
-                self._find(where, what, RUN_AGAIN)
+            if is_newest:
+                self._newest, named = number, {name for name in names if name is not None}
+        return named
+
+    def check_named(self, named: set[str], files: list[StoredFile]) -> None:
+        """Check that the newest version names only files that count."""
+        if gone := named - {file.path for file in files}:
+            what = f"it names {len(gone):,} files that no outcome names, such as {min(gone)}"
+            self._find(_version(self._newest), what, RUN_AGAIN)
+
+    def check_target(self) -> None:
+        """Read what lies of the target beside the states, whole."""
+        from layertap.target_files import RECORD, TargetFiles
+
+        if not self.store.exists(RECORD):  # no lane has begun
+            return
+        way = (
+            f"remove {self.store.uri}/{RECORD}: the first lane of the next run writes it, and the files, anew"
+        )
+        try:
+            files = TargetFiles(self.store)
+        except IntegrityError as error:
+            return self._find(RECORD, error, way)
+        for name in files.record.files:
+            self.report.num_records += 1
+            try:
+                files.check(name)
+            except (StoreError, IntegrityError) as error:
+                self._find(f"target/{name}", error, way)
 
     def check_whole(self, file: StoredFile) -> None:
         """Read a file whole: its size and checksum, its header, every row."""
+        self._check(file, self._wrong_whole, file.size)
+
+    def check_rows(self, file: StoredFile) -> None:
+        """Check the size of a file and some of its rows, each read as a range."""
+        self._check(file, self._wrong_rows, sum(row.nbytes for row in file.rows))
+
+    def _check(self, file: StoredFile, wrong: Callable[[StoredFile], list[Wrong]], num_bytes: int) -> None:
+        """Name what is wrong with a file whenever it is read: bytes may be damaged on their way, once."""
         try:
-            data = self.store.get(file.path)
+            found = wrong(file) and wrong(file)
         except StoreError as error:
-            return self._find(file.path, error, file.way_out)
+            found = [(file.path, error)]
+        for where, problem in found:
+            self._find(where, problem, file.way_out)
+        self.report.num_files += 1
+        self.report.num_rows += len(file.rows)
+        self.report.num_bytes += num_bytes
+
+    def _wrong_whole(self, file: StoredFile) -> list[Wrong]:
+        data, found = self.store.get(file.path), list[Wrong]()
         if len(data) != file.size or checksum(data) != file.checksum:
             said = (
                 f"{len(data)} bytes with {checksum(data)}, but written were {file.size} with {file.checksum}"
             )
-            self._find(file.path, said, file.way_out)
+            found.append((file.path, said))
         if problem := wrong_header(data, file, self.spec):
-            self._find(file.path, problem, file.way_out)
+            found.append((file.path, problem))
         view = memoryview(data)
         for row in file.rows:
-            self._check_row(file, row, view[row.offset : row.offset + row.nbytes])
-        self._count(file, len(data))
+            found += self._wrong_row(file, row, view[row.offset : row.offset + row.nbytes])
+        return found
 
-    def check_rows(self, file: StoredFile) -> None:
-        """Check the size of a file and some of its rows, each read as a range."""
+    def _wrong_rows(self, file: StoredFile) -> list[Wrong]:
+        size, found = self.store.head(file.path).size, list[Wrong]()
+        if size != file.size:
+            found.append((file.path, f"{size} bytes, but written were {file.size}"))
         try:
-            size = self.store.head(file.path).size
-            if size != file.size:
-                self._find(file.path, f"{size} bytes, but written were {file.size}", file.way_out)
             for row in file.rows:
-                self._check_row(file, row, self.store.get_range(file.path, row.offset, row.nbytes))
-        except (StoreError, IntegrityError) as error:
-            self._find(file.path, error, file.way_out)
-        self._count(file, sum(row.nbytes for row in file.rows))
+                found += self._wrong_row(file, row, self.store.get_range(file.path, row.offset, row.nbytes))
+        except IntegrityError as error:  # it ends before
+            found.append((file.path, error))
+        return found
 
-    def _check_row(self, file: StoredFile, row: StoredRow, data: Buffer) -> None:
-        if problem := wrong_row(row, data, self.spec):
-            self._find(f"{file.path} row {row.key.hex()}", problem, file.way_out)
+    def _wrong_row(self, file: StoredFile, row: StoredRow, data: Buffer) -> list[Wrong]:
+        problem = wrong_row(row, data, self.spec)
+        return [(f"{file.path} row {row.key.hex()}", problem)] if problem else []
 
-    def _count(self, file: StoredFile, num_bytes: int) -> None:
-        self.report.num_files += 1
-        self.report.num_rows += len(file.rows)
-        self.report.num_bytes += num_bytes
+
+def _version(number: int) -> str:
+    return f"versions/{number}.json"
 
 
 def _wrong_keys(index: pa.Table, outcome: Outcome, record: PlanRecord, shard: int) -> str | None:

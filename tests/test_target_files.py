@@ -20,6 +20,7 @@ from layertap.spec import ExtractionSpec
 from layertap.store import Store
 from layertap.target import Target, inspect_target
 from layertap.target_files import RECORD, TargetFiles, store_target
+from layertap.verify import verify_root
 from tests.models import saved, tiny_hybrid, tiny_llama
 
 STATES = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)) * 30
@@ -157,9 +158,35 @@ def test_a_damaged_file_is_named(folder_store: Store, tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="target/lm_head.safetensors hasn't the bytes"):
         files.copy_to(tmp_path / "copy")
     assert not (tmp_path / "copy" / "lm_head.safetensors").exists()
+    with pytest.raises(IntegrityError, match="target/lm_head.safetensors hasn't the bytes"):
+        files.weight("lm_head")
     files.store.put("target/lm_head.safetensors", bytes(data[:-1]) + bytes([data[-1] ^ 1]))
     files.copy_to(tmp_path / "copy")
     assert (tmp_path / "copy" / "lm_head.safetensors").exists()
+    assert files.weight("lm_head").shape == (512, 64)
+
+
+def test_a_damaged_file_in_a_bucket_is_named_and_its_way_out_helps(s3_store: Store, tmp_path: Path) -> None:
+    folder = saved(tiny_llama(), tmp_path / "target")
+    _, files = stored(s3_store, folder)
+    verify_root(s3_store).check()
+    for name in ("lm_head.safetensors", "config.json"):
+        s3_store.put(f"target/{name}", s3_store.get(f"target/{name}").replace(b"e", b"E"))
+    s3_store.delete(["target/final_norm.safetensors"])
+    with pytest.raises(IntegrityError, match="target/lm_head.safetensors"):
+        files.weight("lm_head")
+    with pytest.raises(IntegrityError, match="target/config.json"):
+        _ = files.config
+    report = verify_root(s3_store)
+    names = ["config.json", "final_norm.safetensors", "lm_head.safetensors"]
+    assert sorted(finding.where for finding in report.findings) == [f"target/{name}" for name in names]
+    (way_out,) = report.ways_out()
+    assert f"remove {s3_store.uri}/{RECORD}" in way_out
+    s3_store.delete([RECORD])
+    store_target(s3_store, load_target(folder))
+    verify_root(s3_store).check()
+    s3_store.put(RECORD, b"{")
+    assert [finding.where for finding in verify_root(s3_store).findings] == [RECORD]
 
 
 @torch.inference_mode()
