@@ -333,7 +333,7 @@ class Catalog:
             standing = self.outcome(claim.plan_id, claim.shard)
             if (standing.attempt, standing.claim) != (outcome.attempt, outcome.claim):
                 raise ClaimLostError(
-                    f"shard {claim.shard} has a {standing.kind} outcome of lane {standing.lane} "
+                    f"shard {claim.shard} has an outcome of lane {standing.lane} "
                     f"(claim {standing.claim}); lane {claim.lane} (claim {claim.number}) drops its work"
                 ) from error
             return standing

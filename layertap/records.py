@@ -340,7 +340,7 @@ class Claim:
 class Outcome:
     """What came of a shard: the record that makes its files count."""
 
-    kind: Literal["committed", "void"]
+    kind: Literal["committed"]
     shard: int
     claim: int
 

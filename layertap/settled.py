@@ -91,8 +91,7 @@ def read_settled(catalog: "Catalog") -> Settled:
     _refuse_other_specs(catalog, committed)
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
         places = [(plan_id, shard) for plan_id, shards in committed.items() for shard in shards]
-        parts = pool.map(lambda at: _read_part(catalog, *at), places)
-        return _merge([part for part in parts if part is not None])
+        return _merge(list(pool.map(lambda at: _read_part(catalog, *at), places)))
 
 
 def _refuse_other_specs(catalog: "Catalog", committed: Mapping[str, list[int]]) -> None:
@@ -113,11 +112,9 @@ def _refuse_other_specs(catalog: "Catalog", committed: Mapping[str, list[int]]) 
             )
 
 
-def _read_part(catalog: "Catalog", plan_id: str, shard: int) -> _Part | None:
+def _read_part(catalog: "Catalog", plan_id: str, shard: int) -> _Part:
     try:
         outcome = catalog.outcome(plan_id, shard)
-        if outcome.kind == "void":
-            return None
         prefix = catalog.attempt_prefix(plan_id, shard, outcome.attempt)
         return _Part(prefix, read_index(catalog.store, prefix, outcome), outcome.refused)
     except (IntegrityError, NotFoundError) as error:

@@ -593,13 +593,8 @@ def test_a_row_without_memory_is_named_and_planned_again_and_a_bad_one_is_not(
     assert len(catalog.settled().final_keys) == 20
 
 
-def test_void_outcomes_settle_nothing(folder_plan: tuple[Catalog, PlanRecord]) -> None:
+def test_a_withdrawn_shard_settles_nothing(folder_plan: tuple[Catalog, PlanRecord]) -> None:
     catalog, plan = folder_plan
-    claim = claimed(catalog, plan, 0)
-    outcome = write_attempt(catalog, claim)
-    catalog.commit(claim, dataclasses.replace(outcome, kind="void"))
-    with pytest.raises(ClaimLostError, match="has a void outcome"):
-        catalog.commit(claim, dataclasses.replace(outcome, attempt="late"))
     extract(catalog, plan, [1])
     catalog.store.create(f"plans/{plan.plan_id}/state/00001.void-1", b"{}")
     assert len(catalog.settled().keys) == 0
