@@ -16,7 +16,7 @@ from tasks.storage import open_store
 
 @flow(name="verify", **OPTIONS)
 def verify(verification: Verification) -> State[Any]:
-    """Read a root back: records, headers, checksums, states; fails with what isn't as it was written."""
+    """Read a root back: records, the target's files, rows; fails with what isn't as it was written."""
     report = verify_root(
         open_store(verification.storage, verification.root),
         num_rows=verification.num_rows or None,

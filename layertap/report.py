@@ -138,7 +138,8 @@ class Report:
             lines += ["Press Retry, or start the same run again: only what is missing is computed."]
         if self.missing:
             lines += ["", *_table(("row", "why it is missing"), self.missing)]
-            lines += ["", f"All {len(self.missing):,}, with their ids: {self.uri}/{self.missing_rows}"]
+            lines += ["", f"All {len(self.missing):,}, with their ids: {self.uri}/{self.missing_rows}."]
+            lines += [f"To look at them: `layertap inspect {self.uri} --version {version.number}`."]
         return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 from layertap.catalog import Catalog, PlanRecord
 from layertap.errors import CatalogError, IntegrityError, NotFoundError, StoreError
 from layertap.records import KEY_BYTES, Outcome, keys_of, keys_xor
+from layertap.report import MAX_TABLE_ROWS
 from layertap.settled import read_index, way_out
 from layertap.store import Buffer, Store, checksum
 from layertap.stored_rows import StoredFile, StoredRow, wrong_header, wrong_row
@@ -21,8 +22,6 @@ from layertap.versions import Versions
 
 FILES_AT_ONCE = 4
 """Batch files read at a time; whole ones take half a gigabyte each in the headline job."""
-
-MAX_TABLE_ROWS = 100
 
 Wrong = tuple[str, object]
 """Where something is wrong, and what."""

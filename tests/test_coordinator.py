@@ -1,5 +1,6 @@
 """A run from its plan to its version, on a real store with a real small target, without a scheduler."""
 
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -7,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from layertap import lane as lane_module
 from layertap import watch as watch_module
+from layertap.cli import main
 from layertap.coordinator import Preview, Run
 from layertap.errors import (
     CatalogError,
@@ -240,6 +243,9 @@ def test_bad_rows_within_the_policy_are_named_and_beyond_it_refused_before_any_w
     assert list(report.missing) == [4] and "512" in report.missing[4]
     assert report.version.complete
     assert Versions(folder_store).missing(report.version) == report.missing
+    (command,) = re.findall(r"To look at them: `layertap (.*)`", report.markdown())
+    shown = CliRunner().invoke(main, command.split())
+    assert re.search(r"row 4 .*512", shown.output)
 
 
 def test_another_extraction_needs_another_root(folder_store: Store, tmp_path: Path, target: str) -> None:
