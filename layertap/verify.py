@@ -256,7 +256,8 @@ class _Verifier:
         if not self.store.exists(RECORD):  # no lane has begun
             return
         way = (
-            f"remove {self.store.uri}/{RECORD}: the first lane of the next run writes it, and the files, anew"
+            f"remove {self.store.uri}/{RECORD} and start a run with a row that isn't stored yet: its first "
+            "lane writes these files anew"
         )
         try:
             files = TargetFiles(self.store)
@@ -282,7 +283,7 @@ class _Verifier:
         try:
             found = wrong(file) and wrong(file)
         except StoreError as error:
-            found = [(file.path, error)]
+            return self._find(file.path, error, file.way_out)
         for where, problem in found:
             self._find(where, problem, file.way_out)
         self.report.num_files += 1
