@@ -47,7 +47,7 @@ def test_a_lane_leaves_all_that_a_person_needs_to_find_the_reason(
     assert lane is not None
     honest = lane.extractor.extract_shard
 
-    def broken(rows: Any, prefix: str, *, on_progress: Any, should_stop: Any) -> Any:
+    def broken(_rows: Any, _prefix: str, *, on_progress: Any, **_: Any) -> Any:
         logging.getLogger("layertap.extract").warning("it smells of burning")
         on_progress(3, 99)
         raise ValueError("broken")
