@@ -68,7 +68,7 @@ example: $(READY)  ## train a small drafter on a root, and on wrong states, and 
 	$(BIN)/python examples/compare_drafters.py $(EXAMPLE)/root $(EXAMPLE)/map.pt $(EXAMPLE)/outcomes \
 	    --live 40 --plot docs/drafter.png
 
-bench: $(READY)  ## ratios of writing, the engine, planning and reading on this machine, in some eight minutes
+bench: $(READY)  ## ratios of writing, the engine, planning and reading on this machine, in a quarter of an hour
 	@mkdir -p build
 	$(BIN)/layertap bench --json build/bench.json
 
