@@ -33,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.gpu_targets import LAYER_IDS, build
+from layertap.bench.engine import is_as_written
 from layertap.errors import SelfCheckError
 from layertap.extract import Extractor, ShardResult
 from layertap.gpu_caches import use_caches
@@ -40,7 +41,7 @@ from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
 from layertap.progress import Clock
 from layertap.records import ShardRows
 from layertap.spec import ExtractionSpec
-from layertap.store import Store, checksum
+from layertap.store import Store
 from layertap.target import Target
 
 SIGMA = 0.9
@@ -48,11 +49,18 @@ WARM_S = 8.0
 """Seconds of the engine before it is measured: threads, page cache and clocks settle."""
 
 
+def log_normal_lengths(
+    num_rows: int, mean_length: int, max_length: int, random: np.random.Generator
+) -> NDArray[np.int32]:
+    """[num_rows] lengths as real chats have them."""
+    lengths = random.lognormal(np.log(mean_length) - SIGMA**2 / 2, SIGMA, num_rows)
+    return np.clip(np.rint(lengths), 1, max_length).astype(np.int32)
+
+
 def shards_of(options: argparse.Namespace, spec: ExtractionSpec) -> tuple[list[ShardRows], Plan]:
     """Rows of random tokens, planned: the shards, and the plan."""
     random = np.random.default_rng(0)
-    lengths = random.lognormal(np.log(options.mean_length) - SIGMA**2 / 2, SIGMA, options.rows)
-    num_tokens = np.clip(np.rint(lengths), 1, options.max_length).astype(np.int32)
+    num_tokens = log_normal_lengths(options.rows, options.mean_length, options.max_length, random)
     if options.longest:
         num_tokens[0] = options.longest
     keys = random.integers(0, 256, (options.rows, 16), dtype=np.uint8)
@@ -68,8 +76,7 @@ def shards_of(options: argparse.Namespace, spec: ExtractionSpec) -> tuple[list[S
 def verify_and_delete(folder: Path, prefix: str, result: ShardResult) -> None:
     """Read a shard back through the page cache, compare checksums, delete it."""
     for file in [*result.files, result.index]:
-        data = np.memmap(folder / prefix / file["name"], np.uint8, mode="r")
-        if (len(data), checksum(data.data)) != (file["size"], file["checksum"]):
+        if not is_as_written(folder / prefix / file["name"], file):
             raise SystemExit(f"{prefix}/{file['name']} isn't what was written")
     shutil.rmtree(folder / prefix)
 

@@ -1,23 +1,22 @@
 """How busy the host and its GPUs are, sampled in the background."""
 
 import importlib.util
-import threading
 import time
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import psutil
+
+from layertap.bench.probes import Sampler
 
 PERIOD_S = 0.25
 
 
-class HostMeter:
-    """Load of the host's cores, its memory in use, each GPU's load as NVML tells. A context manager."""
+class HostMeter(Sampler):
+    """Load of the host's cores, its memory in use, each GPU's load as NVML tells."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._samples: list[tuple[float, float, int, list[int]]] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="host-meter", daemon=True)
         self._gpus: list[tuple[str, Any]] = []
         self._nvml: Any = None
         if importlib.util.find_spec("pynvml"):
@@ -55,13 +54,3 @@ class HostMeter:
                 for k, (uuid, _) in enumerate(self._gpus)
             },
         }
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()

@@ -34,6 +34,7 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks.folder_stack import STORAGE, let_in, stack_of
+from benchmarks.gpu_engine import log_normal_lengths
 from benchmarks.gpu_targets import LAYER_IDS
 from benchmarks.host_meter import HostMeter
 from benchmarks.shard_verifier import ShardVerifier, each_row_once
@@ -43,7 +44,7 @@ from layertap.plan import PlanSettings
 from layertap.shard_state import ShardState
 from layertap.store import Store
 
-MEAN_LENGTH, SIGMA, MAX_LENGTH, VOCAB_SIZE = 264, 0.9, 4096, 512
+MEAN_LENGTH, MAX_LENGTH, VOCAB_SIZE = 264, 4096, 512
 
 ALL_ROWS = 913_786
 """Rows of the dataset for which time and room are projected."""
@@ -75,8 +76,9 @@ def write_rows(path: Path, num_tokens: float, row_length: int | None) -> int:
     """Write rows of random tokens as Parquet, about so many tokens; returns the number of rows."""
     random = np.random.default_rng(0)
     num_rows = max(1, int(num_tokens / (row_length or MEAN_LENGTH)))
-    lengths = random.lognormal(np.log(MEAN_LENGTH) - SIGMA**2 / 2, SIGMA, num_rows)
-    lengths = np.full(num_rows, row_length) if row_length else np.clip(np.rint(lengths), 1, MAX_LENGTH)
+    lengths = log_normal_lengths(num_rows, MEAN_LENGTH, MAX_LENGTH, random)
+    if row_length:
+        lengths[:] = row_length
     offsets = np.cumsum([0, *lengths]).astype(np.int32)
     values = random.integers(0, VOCAB_SIZE, offsets[-1], dtype=np.int32)
     ids = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from layertap.coordinator import Run, RunSettings
+from layertap.coordinator import Run
 from layertap.lane import Lane
 from layertap.lane_work import extract_in_threads
 from layertap.plan import PlanSettings
 from layertap.prepare import prepare_chats
+from layertap.preview import RunSettings
 from layertap.store import Store
 
 sys.path.append(str(Path(__file__).parents[1] / "demo"))

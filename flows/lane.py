@@ -16,7 +16,7 @@ from layertap.lane import Lane
 from layertap.lane_work import IN_FLIGHT, LaneReport, work_through
 from tasks.shards import SERVER_ERRORS, submit_shard
 from tasks.speed import LaneBoard
-from tasks.storage import load_block, open_store
+from tasks.storage import load_block, store_in
 
 
 @flow(
@@ -49,7 +49,8 @@ def extraction_lane(
         compiled: Whether the decoder layers are compiled, on a GPU.
         strict_kernels: Whether to refuse transformers' slow reference code, on a GPU.
     """
-    store, block = open_store(storage, root), load_block(storage)
+    block = load_block(storage)
+    store = store_in(block, root)
     if runtime.flow_run.run_count > 1:  # somebody pressed Retry
         name = f"{name}-again-{runtime.flow_run.run_count}"
         forget_failures(Catalog(store), plan_id)

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from flows import DEFAULT_STORAGE
-from layertap.coordinator import RunSettings
 from layertap.dataset import Columns
 from layertap.errors import InputError
 from layertap.plan import PlanSettings
+from layertap.preview import RunSettings
 from layertap.spec import DTypeName, LastHiddenState
 from layertap.target_info import drafter_layer_ids
 

@@ -9,8 +9,8 @@ from layertap.catalog import Catalog, PlanRecord, Root
 from layertap.errors import DatasetError, StoppedError
 from layertap.findings import Findings
 from layertap.host import host_name
-from layertap.lane import now
 from layertap.preview import Preview, RunSettings
+from layertap.records import now
 from layertap.report import Report, Work, put_missing_rows
 from layertap.resume import take_up
 from layertap.run_records import RunRecord, RunRecords
@@ -20,8 +20,6 @@ from layertap.store import Store
 from layertap.store_check import check_space, check_store
 from layertap.versions import Versions
 from layertap.watch import Watch
-
-__all__ = ["Preview", "Run", "RunSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,9 @@ def convolve(
     if mixed_BTC.device.type == "cuda":
         from layertap.delta_net_kernel import launch
 
-        return launch(mixed_BTC, weight, num_key_heads, head_size, L2NORM_EPS)
+        outputs = _outputs(mixed_BTC, num_key_heads, head_size)
+        launch(mixed_BTC, weight, *outputs, L2NORM_EPS)
+        return outputs
     num_taps, num_tokens = weight.shape[-1], mixed_BTC.shape[1]
     padded, taps = functional.pad(mixed_BTC, (0, 0, num_taps - 1, 0)).float(), weight.float()
     out = sum((padded[:, k : k + num_tokens] * taps[:, k] for k in range(num_taps)), padded.new_zeros(()))
@@ -96,6 +98,11 @@ def convolve(
 
 @convolve.register_fake
 def _(mixed_BTC: Tensor, weight: Tensor, num_key_heads: int, head_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(mixed_BTC, num_key_heads, head_size)
+
+
+def _outputs(mixed_BTC: Tensor, num_key_heads: int, head_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, yet to be filled."""
     num_heads = mixed_BTC.shape[-1] // head_size
     query, key, value = (
         mixed_BTC.new_empty((*mixed_BTC.shape[:2], count, head_size))

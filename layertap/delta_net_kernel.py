@@ -11,18 +11,11 @@ WARPS = 1
 """With tiles of 8 the fastest of 16 pairs on an H200, at 31 rows of 264 tokens and 546 of 15 alike."""
 
 
-def launch(
-    mixed_BTC: Tensor, weight: Tensor, num_key_heads: int, head_size: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `layertap.delta_net.convolve`; channels lie side by side, tokens any stride apart."""
-    num_rows, num_tokens, num_channels = mixed_BTC.shape
-    num_value_heads = num_channels // head_size - 2 * num_key_heads
-    query, key, value = (
-        mixed_BTC.new_empty((num_rows, num_tokens, num_heads, head_size))
-        for num_heads in (num_key_heads, num_key_heads, num_value_heads)
-    )
+def launch(mixed_BTC: Tensor, weight: Tensor, query: Tensor, key: Tensor, value: Tensor, eps: float) -> None:
+    """As `layertap.delta_net.convolve`, into contiguous outputs; channels lie side by side."""
+    num_rows, num_tokens, num_key_heads, head_size = query.shape
     # neighbours in the grid are neighbours in memory
-    grid = (num_channels // head_size, triton.cdiv(num_tokens, TOKENS), num_rows)
+    grid = (mixed_BTC.shape[2] // head_size, triton.cdiv(num_tokens, TOKENS), num_rows)
     tokens = mixed_BTC.flatten(0, 1)
     _convolve[grid](
         tokens,
@@ -34,13 +27,12 @@ def launch(
         tokens.stride(0),
         eps,
         KEY_HEADS=num_key_heads,
-        VALUE_HEADS=num_value_heads,
+        VALUE_HEADS=value.shape[2],
         SIZE=head_size,
         TAPS=weight.shape[1],
         BLOCK=TOKENS,
         num_warps=WARPS,
     )
-    return query, key, value
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -8,7 +8,6 @@ import traceback
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import Self
 
@@ -32,6 +31,7 @@ from layertap.lane_log import LaneLog
 from layertap.lane_record import LaneRecord
 from layertap.log_tail import LogTail
 from layertap.progress import Clock
+from layertap.records import now
 from layertap.shard_state import ShardState
 from layertap.store import Store
 from layertap.target import Target, compare_canary
@@ -44,11 +44,6 @@ FAILURES_BEFORE_SELF_CHECK = 2
 CANARY = "target/canary.safetensors"
 
 log = logging.getLogger(__name__)
-
-
-def now() -> str:
-    """The time of day in UTC, ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """A lane's record, sampled and kept in the store while the lane works."""
 
 from dataclasses import asdict
-from datetime import UTC, datetime
 
 import psutil
 import torch
@@ -10,7 +9,7 @@ from layertap.gpu_meter import GpuMeter
 from layertap.host import device_name, host_name
 from layertap.lane_record import LaneRecord, lane_path
 from layertap.progress import Clock
-from layertap.records import to_json
+from layertap.records import now, to_json
 from layertap.store import Store
 
 MAX_SAMPLES = 400
@@ -31,7 +30,7 @@ class LaneLog:
         self._every = 1
         self._num_notes = 0
         self._who = {"lane": lane, "run": run, "host": host_name(), "device": device_name(device)}
-        self._opened_at = _now()
+        self._opened_at = now("milliseconds")
 
     def note(self, num_tokens: int) -> LaneRecord:
         """Sample the device and this process, and write the record.
@@ -50,7 +49,7 @@ class LaneLog:
         record = LaneRecord(
             **self._who,
             opened_at=self._opened_at,
-            updated_at=_now(),
+            updated_at=now("milliseconds"),
             seconds=seconds,
             num_tokens=num_tokens,
             samples=list(self._samples),
@@ -58,7 +57,3 @@ class LaneLog:
         )
         self._store.put(self._path, to_json(asdict(record)))
         return record
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

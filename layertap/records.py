@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from hashlib import blake2b
 from io import BytesIO
 from typing import Any, Literal, Self, TypeVar
@@ -28,6 +29,15 @@ DATA, MEMORY = "data", "memory"
 """Why a row was refused: for what it is, for good; or for want of memory, until the next run."""
 
 _R = TypeVar("_R")
+
+
+def now(timespec: str = "seconds") -> str:
+    """The time of day in UTC, ISO 8601.
+
+    Args:
+        timespec: how fine, as `datetime.isoformat` has it.
+    """
+    return datetime.now(UTC).isoformat(timespec=timespec)
 
 
 def to_json(values: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,6 @@ Shapes: S supervised tokens, H hidden size, V vocabulary.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from layertap.endpoint import Endpoint
 from layertap.errors import CatalogError, FidelityError, SpecError
 from layertap.fidelity import Fidelity, record
 from layertap.reader import HiddenStates
+from layertap.records import now
 from layertap.store import Store
 from layertap.target_files import TargetFiles
 
@@ -125,7 +125,7 @@ def check_served(
             agreement=float(same.mean()),
             mean_abs_logprob_difference=float(difference.mean()),
             min_agreement=MIN_AGREEMENT,
-            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            created_at=now(),
         )
     record(store, found)
     if not found.passed:

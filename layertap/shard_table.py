@@ -1,8 +1,6 @@
 """All shards of a plan as a Parquet file: what a person's table has no room for."""
 
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -11,8 +9,7 @@ import pyarrow.parquet as pq
 
 from layertap.catalog import Catalog, PlanRecord
 from layertap.shard_state import ShardState, shard_state
-
-REQUESTS_AT_ONCE = 8
+from layertap.watch import at_once
 
 COUNTS = ("shard", "claims", "failures", "deaths", "planned_rows", "planned_tokens")
 RESULTS = ("rows", "tokens", "bytes", "refused", "splits")
@@ -27,11 +24,9 @@ SCHEMA = pa.schema(
 def put_shard_table(catalog: Catalog, plan: PlanRecord) -> str:
     """Write how each shard of a plan stands and who did it; returns the file's path."""
     names = catalog.snapshot(plan.plan_id).names
-    row = partial(_row, catalog, plan)
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        rows = list(pool.map(lambda k: row(k, names.get(k, ())), range(len(plan.shards))))
+    rows = at_once(lambda k: _row(catalog, plan, k, names.get(k, ())), range(len(plan.shards)))
     sink = BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), sink)
+    pq.write_table(pa.Table.from_pylist(list(rows.values()), SCHEMA), sink)
     path = f"reports/plan-{plan.plan_id}-shards.parquet"
     catalog.store.put(path, sink.getvalue())
     return path

@@ -24,7 +24,7 @@ from layertap.errors import AlreadyExistsError, CatalogError, IntegrityError, No
 from layertap.norms import FinalNorm, identify_norm
 from layertap.records import check_format, get_checked, known_fields, read_record, to_json
 from layertap.spec import FORMAT_VERSION
-from layertap.store import Store, checksum_text, crc64nvme
+from layertap.store import Buffer, Store, checksum_text, crc64nvme
 from layertap.target import Target
 from layertap.target_info import WEIGHTS_INDEX, Source, find_backbone, load_config, meta_model
 
@@ -293,11 +293,14 @@ class TargetFiles:
 
     def _read(self, name: str) -> tuple[int, str]:
         """Size and checksum of a file as it is now."""
-        path, crc = f"target/{name}", 0
-        size = self.store.head(path).size
-        for at in range(0, size, CHUNK_BYTES):
-            crc = crc64nvme(self.store.get_range(path, at, min(CHUNK_BYTES, size - at)), crc)
+        size, crc = self.store.head(f"target/{name}").size, 0
+        for piece in self._pieces(name, size):
+            crc = crc64nvme(piece, crc)
         return size, checksum_text(crc)
+
+    def _pieces(self, name: str, size: int) -> Iterator[Buffer]:
+        for at in range(0, size, CHUNK_BYTES):
+            yield self.store.get_range(f"target/{name}", at, min(CHUNK_BYTES, size - at))
 
     def _get(self, name: str) -> bytes:
         return get_checked(self.store, f"target/{name}", self.record.files[name]["checksum"])
@@ -329,9 +332,7 @@ class TargetFiles:
                 with local.open("rb") as source:
                     shutil.copyfileobj(source, file)
             else:
-                for at in range(0, size, CHUNK_BYTES):
-                    chunk = self.store.get_range(f"target/{name}", at, min(CHUNK_BYTES, size - at))
-                    file.write(chunk)
+                file.writelines(self._pieces(name, size))
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 crc = crc64nvme(chunk, crc)

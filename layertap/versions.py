@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
@@ -23,7 +22,16 @@ from numpy.typing import NDArray
 
 from layertap.catalog import Catalog
 from layertap.errors import AlreadyExistsError, CatalogError, IntegrityError, NotFoundError
-from layertap.records import check_format, get_checked, key_array, known_fields, read_record, require, to_json
+from layertap.records import (
+    check_format,
+    get_checked,
+    key_array,
+    known_fields,
+    now,
+    read_record,
+    require,
+    to_json,
+)
 from layertap.settled import Settled
 from layertap.spec import FORMAT_VERSION
 from layertap.store import Store, checksum
@@ -242,7 +250,7 @@ class Versions:
             content=places.content,
             rows={"path": path, "size": len(data), "checksum": checksum(data)},
             provenance=dataset.provenance,
-            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            created_at=now(),
         )
 
     def _put_table(self, content: str, data: bytes) -> str:

@@ -90,7 +90,7 @@ class Watch:
         """Look once."""
         plan_id, statuses = self.plan.plan_id, self._watcher.poll()
         at_work = [k for k, s in statuses.items() if s.state in (ShardState.CLAIMED, ShardState.STALE)]
-        held = _at_once(lambda k: self.catalog.read_claim(plan_id, k, statuses[k].claim), at_work)
+        held = at_once(lambda k: self.catalog.read_claim(plan_id, k, statuses[k].claim), at_work)
         lanes = Counter(c["lane"] for k, c in held.items() if statuses[k].state == ShardState.CLAIMED)
         rows = [self._row(k, statuses[k], held.get(k, {})) for k in range(len(self.plan.shards))]
         self._statuses = statuses
@@ -99,7 +99,7 @@ class Watch:
         self._rate.update(tokens_done, rows_done)
         states = Counter(str(status.state) for status in statuses.values())
         shown = sorted(rows, key=lambda row: (ATTENTION.index(row["state"]), row["shard"]))[:MAX_TABLE_ROWS]
-        endings = _at_once(self._ended, [row["shard"] for row in shown])
+        endings = at_once(self._ended, [row["shard"] for row in shown])
         progress = RunProgress(
             num_tokens=self.plan.num_tokens,
             num_tokens_done=tokens_done,
@@ -131,7 +131,7 @@ class Watch:
     def failures(self) -> dict[int, str]:
         """Shards that had failed for good at the last look, with their last error."""
         failed = [k for k, status in self._statuses.items() if status.state == ShardState.FAILED]
-        return {k: told["error"] for k, told in _at_once(self._last_failure, failed).items()}
+        return {k: told["error"] for k, told in at_once(self._last_failure, failed).items()}
 
     def _last_failure(self, shard: int) -> dict[str, Any]:
         names = self._watcher.names.get(shard, [])
@@ -169,7 +169,7 @@ class Watch:
         }
 
 
-def _at_once(read: Callable[[int], _Read], shards: Sequence[int]) -> dict[int, _Read]:
+def at_once(read: Callable[[int], _Read], shards: Sequence[int]) -> dict[int, _Read]:
     """What is read of each shard, some at a time: a request to a store takes a while."""
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
         return dict(zip(shards, pool.map(read, shards), strict=True))

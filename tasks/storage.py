@@ -40,7 +40,11 @@ def open_store(reference: str, root: str) -> Store:
     Raises:
         InputError: there is no such block.
     """
-    block = load_block(reference)
+    return store_in(load_block(reference), root)
+
+
+def store_in(block: WritableFileSystem, root: str) -> Store:
+    """The root in folder `root` of a storage block that is loaded."""
     if isinstance(block, S3Bucket):
         return Store.s3(s3_settings(block, root), boto3_session(block.credentials))
     assert isinstance(block, LocalFileSystem)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from layertap import HiddenStates
-from layertap.coordinator import RunSettings
 from layertap.lane import Lane
 from layertap.lane_work import LaneReport, extract_in_threads
 from layertap.plan import PlanSettings
+from layertap.preview import RunSettings
 from layertap.store import Store
 from tests.models import VOCAB_SIZE
 

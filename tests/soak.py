@@ -24,11 +24,12 @@ from typing import Any
 import layertap.lane
 import layertap.watch
 from layertap import HiddenStates
-from layertap.coordinator import Run, RunSettings
+from layertap.coordinator import Run
 from layertap.garbage import find_garbage
 from layertap.lane import Lane
 from layertap.lane_work import extract_in_threads
 from layertap.object_server import ObjectServer, ServerPorts
+from layertap.preview import RunSettings
 from layertap.store import Store
 from layertap.verify import verify_root
 from layertap.watch import Watch

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from layertap import lane as lane_module
 from layertap import watch as watch_module
 from layertap.cli import main
-from layertap.coordinator import Preview, Run
+from layertap.coordinator import Run
 from layertap.errors import (
     CatalogError,
     DatasetError,
@@ -25,6 +25,7 @@ from layertap.errors import (
     TooManyRefusedError,
 )
 from layertap.plan import PlanSettings
+from layertap.preview import Preview
 from layertap.run_records import RunRecords
 from layertap.shard_state import ShardState
 from layertap.store import Store

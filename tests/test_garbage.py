@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from layertap.catalog import Catalog
 from layertap.cli import main
+from layertap.dataset import Scan, TokenDataset
 from layertap.garbage import find_garbage, old_versions
 from layertap.s3 import Bucket
 from layertap.store import Buffer, Store
@@ -85,14 +86,22 @@ def test_the_newest_complete_version_is_kept_whatever_is_asked(store: Store, tmp
     assert list(garbage.reasons) == ["versions/1.json"]
 
 
-def test_a_version_published_while_old_ones_are_looked_for_stays(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def one_of_two_published(
+    store: Store, tmp_path: Path
+) -> tuple[Catalog, tuple[TokenDataset, Scan], tuple[TokenDataset, Scan]]:
+    """A root that holds all of two datasets, and a version of the first."""
     catalog = new_catalog(store)
-    (first, second) = (dataset_of(some_rows(n), tmp_path / f"{n}.parquet") for n in (5, 10))
+    first, second = (dataset_of(some_rows(n), tmp_path / f"{n}.parquet") for n in (5, 10))
     for dataset, scan in (first, second):
         extract(catalog, plan_for(dataset, scan, catalog))
     publish(catalog, *first)
+    return catalog, first, second
+
+
+def test_a_version_published_while_old_ones_are_looked_for_stays(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, first, second = one_of_two_published(store, tmp_path)
     monkeypatch.setattr("layertap.garbage.BEING_PUBLISHED", NOW)
     latest = Versions.latest
 
@@ -113,11 +122,7 @@ def test_a_table_whose_record_is_about_to_be_written_stays(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the same rows were published before, long ago, and that version may go."""
-    catalog = new_catalog(store)
-    (first, second) = (dataset_of(some_rows(n), tmp_path / f"{n}.parquet") for n in (5, 10))
-    for dataset, scan in (first, second):
-        extract(catalog, plan_for(dataset, scan, catalog))
-    publish(catalog, *first)
+    catalog, first, second = one_of_two_published(store, tmp_path)
     publish(catalog, *second, parent=1)
     old = old_versions(store, num_kept=1)
     old.reasons[Versions(store).get(1).rows["path"]] = "its version goes too, and it is old enough"

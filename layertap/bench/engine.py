@@ -10,7 +10,9 @@ import shutil
 import statistics
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -137,8 +139,13 @@ def plain_write_s(path: Path, nbytes: int) -> float:
         path.unlink()
 
 
+def is_as_written(path: Path, file: Mapping[str, Any]) -> bool:
+    """Whether a file has the size and the checksum that its outcome records; through the page cache."""
+    data = np.memmap(path, np.uint8, mode="r")
+    return (len(data), checksum(data.data)) == (file["size"], file["checksum"])
+
+
 def _verify_and_delete(folder: Path, result: ShardResult) -> None:
     for file in [*result.files, result.index]:
-        data = np.memmap(folder / file["name"], np.uint8, mode="r")
-        assert (len(data), checksum(data.data)) == (file["size"], file["checksum"]), f"{file['name']} differs"
+        assert is_as_written(folder / file["name"], file), f"{file['name']} differs"
     shutil.rmtree(folder)

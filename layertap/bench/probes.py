@@ -12,7 +12,7 @@ TICK_S = 0.001
 MEMORY_EVERY_S = 0.02
 
 
-class _Watcher:
+class Sampler:
     """A thread that looks again and again while a `with` block runs."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class _Watcher:
         self._thread.join()
 
 
-class MemoryPeak(_Watcher):
+class MemoryPeak(Sampler):
     """The largest anonymous memory of this process while the block runs; mapped files don't count."""
 
     peak_bytes = 0
@@ -51,7 +51,7 @@ def anonymous_bytes() -> int:
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
-class GilTicker(_Watcher):
+class GilTicker(Sampler):
     """How long a Python thread that wakes every millisecond waits for the interpreter.
 
     From the time a wake-up is late the time is taken off that the thread was runnable and had no core

@@ -28,9 +28,10 @@ from safetensors.torch import load, save_file
 from layertap import HiddenStates
 from layertap.bench import Measured, in_turns, median_ratio
 from layertap.bench.probes import MemoryPeak, anonymous_bytes
+from layertap.bench.writes import BUCKET, object_server
 from layertap.catalog import Catalog, Outcome, PlanRecord, Root
 from layertap.dataset import TokenDataset
-from layertap.object_server import ObjectServer, ServerPorts
+from layertap.object_server import ObjectServer
 from layertap.plan import PlanSettings, make_plan
 from layertap.records import key_array
 from layertap.spec import ExtractionSpec
@@ -43,7 +44,6 @@ HIDDEN_SIZE, MEAN_TOKENS, VOCAB_SIZE = 512, 264, 150_000
 PIECE = 16 << 20
 THREADS = 16
 NUM_RANDOM = 256
-BUCKET = "layertap-bench"
 GIB = 0.5
 NUM_TRIALS = 3
 
@@ -259,9 +259,8 @@ def _serve(uri: str, pipe: Any) -> None:
 
 
 @contextmanager
-def _object_server(folder: Path) -> Iterator[None]:
-    """The embedded server, in the environment of this process and its children."""
-    server = ObjectServer.start(folder, ports=ServerPorts.free(), buckets=[BUCKET])
+def _environment_of(server: ObjectServer) -> Iterator[None]:
+    """The server's address and keys in the environment of this process and its children."""
     before = dict(os.environ)
     os.environ.update(server.environment())
     try:
@@ -269,7 +268,6 @@ def _object_server(folder: Path) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        server.stop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,5 +339,5 @@ def measure(folder: Path) -> list[Measured]:
         local = _of_root(
             str(Path(name) / "root"), Path(name), {"folder, cold": True, "folder, cached": False}
         )
-        with _object_server(Path(name) / "server"):
+        with object_server(Path(name)) as server, _environment_of(server):
             return local + _of_root(f"s3://{BUCKET}/root", Path(name), {"S3": False})

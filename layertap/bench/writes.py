@@ -54,19 +54,18 @@ class _Place:
     store: Store
     write: Write
     usual: str
+    at_least: float | None = None
+    """The goal of the ratio, if it has one."""
 
 
 def measure(folder: Path) -> list[Measured]:
     """A ratio for each batch and place; needs 15 GB of disk in `folder`."""
     target = NullTarget.made(max(rows * tokens for rows, tokens in BATCHES))
-    near = [(place, batch) for place in (_on_folder(folder), None) for batch in BATCHES]
-    with _server(folder) as server, away(server.ports.s3, AWAY_S) as port:
-        on_s3 = _on_s3("S3 on loopback", server, server.ports.s3)
-        far = _on_s3(f"S3 {AWAY_S * 1e3:.0f} ms away", server, port)
-        return [
-            _of_batch([tokens] * rows, target, place or on_s3)
-            for place, (rows, tokens) in [*near, (far, BATCHES[0])]
-        ]
+    with object_server(folder) as server, away(server.ports.s3, AWAY_S) as port:
+        places = [_on_folder(folder), _on_s3("S3 on loopback", server, server.ports.s3)]
+        far = _on_s3(f"S3 {AWAY_S * 1e3:.0f} ms away", server, port, at_least=3.2)
+        races = [*((place, batch) for place in places for batch in BATCHES), (far, BATCHES[0])]
+        return [_of_batch([tokens] * rows, target, place) for place, (rows, tokens) in races]
 
 
 def _on_folder(folder: Path) -> _Place:
@@ -83,7 +82,8 @@ def _on_folder(folder: Path) -> _Place:
 
 
 @contextmanager
-def _server(folder: Path) -> Iterator[ObjectServer]:
+def object_server(folder: Path) -> Iterator[ObjectServer]:
+    """The embedded server with a bucket `BUCKET`; its folder is deleted afterwards."""
     state = Path(tempfile.mkdtemp(dir=folder))
     server = ObjectServer.start(state, ports=ServerPorts.free(), buckets=[BUCKET])
     try:
@@ -93,7 +93,7 @@ def _server(folder: Path) -> Iterator[ObjectServer]:
         shutil.rmtree(state)
 
 
-def _on_s3(name: str, server: ObjectServer, port: int) -> _Place:
+def _on_s3(name: str, server: ObjectServer, port: int, at_least: float | None = None) -> _Place:
     settings = replace(server.settings(BUCKET), endpoint_url=f"http://127.0.0.1:{port}")
     client: Any = server.session().client("s3", endpoint_url=settings.endpoint_url)
 
@@ -101,7 +101,8 @@ def _on_s3(name: str, server: ObjectServer, port: int) -> _Place:
         client.put_object(Bucket=BUCKET, Key=path, Body=data)
 
     usual = "a safetensors file a sample, put by boto3 in line"
-    return _Place(name=name, store=Store.s3(settings, server.session()), write=write, usual=usual)
+    store = Store.s3(settings, server.session())
+    return _Place(name=name, store=store, write=write, usual=usual, at_least=at_least)
 
 
 def _of_batch(lengths: list[int], target: "Target", place: _Place) -> Measured:
@@ -121,7 +122,7 @@ def _of_batch(lengths: list[int], target: "Target", place: _Place) -> Measured:
         unit="samples/s",
         against_what=place.usual,
         ratio=median_ratio(usual_s, layertap_s),
-        at_least=3.2 if "away" in place.name else None,
+        at_least=place.at_least,
         details={
             "layertap_s": layertap_s,
             "usual_s": usual_s,

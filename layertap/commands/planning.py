@@ -11,8 +11,8 @@ from rich.console import Console
 from layertap.commands.options import NameValue, chosen_layers, empty_table, state_option, target_options
 
 if TYPE_CHECKING:
-    from layertap.coordinator import Preview
     from layertap.plan import Plan
+    from layertap.preview import Preview
 
 MAX_REASONS = 10
 
@@ -92,9 +92,9 @@ def plan(
     Checks every row and the target's config. DATASET is a folder of datasets.save_to_disk, a Parquet file or
     a folder of them. Nothing is written, and neither a store nor a GPU is needed.
     """
-    from layertap.coordinator import Preview, RunSettings
     from layertap.dataset import Columns
     from layertap.plan import PlanSettings
+    from layertap.preview import Preview, RunSettings
 
     settings = RunSettings(
         dataset=str(dataset),
