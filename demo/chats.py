@@ -38,15 +38,17 @@ def evals_chat(line: str) -> list[dict[str, str]] | None:
     return [*chat, {"role": "assistant", "content": answer}]
 
 
-def evals_rows() -> Iterator[dict[str, Any]]:
-    """The first chat of each of the samples files that hold chats, so that no subject fills the set."""
+def evals_rows(per_subject: int = 1) -> Iterator[dict[str, Any]]:
+    """The first chats of each of the samples files that hold chats, so that no subject fills the set."""
     for name, lines in package_lines("evals", "evals/registry/data/*/*.jsonl"):
-        for number, line in enumerate(lines, start=1):
-            messages = evals_chat(line)
-            if messages and sum(len(m["content"]) for m in messages) <= MAX_CHARACTERS:
-                subject = name.removeprefix("evals/registry/data/").removesuffix(".jsonl")
-                yield {"id": f"evals/{subject}:{number}", "messages": messages}
-                break
+        subject = name.removeprefix("evals/registry/data/").removesuffix(".jsonl")
+        chats = ((number, evals_chat(line)) for number, line in enumerate(lines, start=1))
+        short = (
+            {"id": f"evals/{subject}:{number}", "messages": messages}
+            for number, messages in chats
+            if messages and sum(len(m["content"]) for m in messages) <= MAX_CHARACTERS
+        )
+        yield from islice(short, per_subject)
 
 
 def ifbench_rows() -> Iterator[dict[str, Any]]:

@@ -6,13 +6,15 @@
 
 All drafters are trained alike and measured alike: with the right states, as a server hands them out. So the
 controls are what happens to users whose extraction was labelled wrongly; a drafter that is trained and served
-with the same wrong layer may not suffer. Layers 0, 13 and 25 are stored for one control only.
+with the same wrong layer may not suffer, so that is measured too: what the same weights lose by being served
+with the right states tells what the label costs. Layers 0, 13 and 25 are stored for that control only.
 """
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,12 +65,15 @@ class ArmRows(Rows):
 class LiveRows(ArmRows):
     """Windows whose states plain transformers computes now, one row at a time, and keeps."""
 
-    def __init__(self, stored: HiddenStates, numbers: Sequence[int], layers: Sequence[int]) -> None:
+    def __init__(
+        self, stored: HiddenStates, numbers: Sequence[int], layers: Sequence[int], *, device: str = "cpu"
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         super().__init__(stored, numbers, layers)
         source, dtype = Catalog(stored.store).root().target["source"], getattr(torch, stored.spec.dtype)
-        self.backbone = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval().get_decoder()
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+        self.backbone = model.get_decoder().to(device)
         self.last: list[Tensor] = []
         self.backbone.layers[-1].register_forward_hook(lambda _m, _a, out: self.last.append(out))
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -77,10 +82,10 @@ class LiveRows(ArmRows):
     def states(self, i: int) -> tuple[Tensor, Tensor]:
         """As stored, but computed."""
         if i not in self.kept:
-            ids_BT = self.stored[i]["input_ids"].long()[None]
+            ids_BT = self.stored[i]["input_ids"].long()[None].to(self.backbone.device)
             out = self.backbone(ids_BT, output_hidden_states=True, use_cache=False)
             layers = [out.hidden_states[k + 1][0] for k in self.stored.spec.layer_ids]
-            self.kept[i] = torch.stack(layers, 1), self.last.pop()[0]
+            self.kept[i] = torch.stack(layers, 1).cpu(), self.last.pop()[0].cpu()
         return self.kept[i]
 
 
@@ -101,12 +106,15 @@ class Outcome:
     elapsed_s: float
     acceptance_length: float
 
+    acceptance_length_as_trained: float
+    """Where the drafter is served with the layers that it was trained on, right or not."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """What a drafter is trained on."""
 
-    layers: Sequence[int] = RIGHT
+    layers: tuple[int, ...] = RIGHT
     normed_twice: bool = False
     shuffled: bool = False
 
@@ -120,45 +128,52 @@ ARMS = {
 }
 
 
-def run_arm(arm: Arm, stored: HiddenStates, vocab_map: Path, settings: Settings) -> Outcome:
+def run_arm(arm: Arm, stored: HiddenStates, vocab_map: Path, settings: Settings, device: str) -> Outcome:
     """Train a drafter on what the arm has, and measure it on the right states."""
-    target = Target(stored, vocab_map)
+    target = Target(stored, vocab_map, device)
     training, held_out = split(stored, target)
-    taught = NormedTwice(stored, vocab_map) if arm.normed_twice else target
+    taught = NormedTwice(stored, vocab_map, device) if arm.normed_twice else target
     torch.manual_seed(settings.seed)
     drafter = Drafter(taught, len(arm.layers))
     report = train(drafter, ArmRows(stored, training, arm.layers, shuffled=arm.shuffled), settings)
     drafter.target = target
-    served = ArmRows(stored, held_out, RIGHT if arm.layers else (), ends_only=True)
-    accepted = acceptance_length(drafter, served, settings.drafted)
-    return Outcome(**asdict(report), acceptance_length=accepted)
+    right = RIGHT if arm.layers else ()
+    accepted = {
+        layers: acceptance_length(
+            drafter, ArmRows(stored, held_out, layers, ends_only=True), settings.drafted
+        )
+        for layers in {right, arm.layers}
+    }
+    return Outcome(
+        **asdict(report),
+        acceptance_length=accepted[right],
+        acceptance_length_as_trained=accepted[arm.layers],
+    )
 
 
-def outcome_of(name: str, stored: HiddenStates, vocab_map: Path, settings: Settings, folder: Path) -> Outcome:
-    """The outcome in `folder`, or a new one, which is put there."""
+def outcome_of(name: str, folder: Path, run: Callable[[Arm], Outcome]) -> Outcome:
+    """The outcome in `folder`, or that of a run, which is put there."""
     path = folder / f"{name.replace(' ', '-')}.json"
     if not path.exists():
-        outcome = run_arm(ARMS[name], stored, vocab_map, settings)
-        path.write_text(json.dumps(asdict(outcome)))
+        path.write_text(json.dumps(asdict(run(ARMS[name]))))
     outcome = Outcome(**json.loads(path.read_text()))
     print(
         f"{name:24} last loss {sum(outcome.losses[-10:]) / 10:.3f}, acceptance length "
-        f"{outcome.acceptance_length:.3f}, waited for data {outcome.wait_share:.2%} of "
-        f"{outcome.elapsed_s:.0f} s",
+        f"{outcome.acceptance_length:.3f} ({outcome.acceptance_length_as_trained:.3f} on what it was trained "
+        f"on), waited for data {outcome.wait_share:.2%} of {outcome.elapsed_s:.0f} s",
         flush=True,
     )
     return outcome
 
 
-def live_difference(stored: HiddenStates, vocab_map: Path, settings: Settings) -> float:
+def live_difference(stored: HiddenStates, vocab_map: Path, settings: Settings, device: str) -> float:
     """The largest difference of the losses of two trainings: on the store, and on live states."""
-    target, losses = Target(stored, vocab_map), []
+    target, losses = Target(stored, vocab_map, device), []
     training, _ = split(stored, target)
-    for kind in (ArmRows, LiveRows):
+    for rows in (ArmRows(stored, training, RIGHT), LiveRows(stored, training, RIGHT, device=device)):
         torch.manual_seed(settings.seed)
         drafter = Drafter(target, len(RIGHT))
-        rows = kind(stored, training, RIGHT)
-        losses.append(train(drafter, rows, replace(settings, bf16=False)).losses)
+        losses.append(train(drafter, rows, replace(settings, bf16=False, workers=0)).losses)
     return max(abs(a - b) for a, b in zip(*losses, strict=True))
 
 
@@ -191,20 +206,23 @@ def main() -> None:
     parser.add_argument("outcomes", type=Path, help="folder; arms with an outcome there aren't trained again")
     parser.add_argument("--arm", choices=ARMS, action="append", help="only this one; may be repeated")
     parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--workers", type=int, default=Settings.workers, help="processes that read")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bf16", action="store_true", help="train with products in bfloat16")
     parser.add_argument("--live", type=int, default=0, help="so many steps on live states too, in float32")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.outcomes.mkdir(parents=True, exist_ok=True)
-    stored, settings = HiddenStates(options.root), Settings(steps=options.steps, bf16=options.bf16)
-    outcomes = {
-        name: outcome_of(name, stored, options.vocab_map, settings, options.outcomes)
-        for name in options.arm or ARMS
-    }
+    settings = Settings(steps=options.steps, seed=options.seed, bf16=options.bf16, workers=options.workers)
+    stored, device = HiddenStates(options.root), options.device
+    run = partial(run_arm, stored=stored, vocab_map=options.vocab_map, settings=settings, device=device)
+    outcomes = {name: outcome_of(name, options.outcomes, run) for name in options.arm or ARMS}
     if options.live:
-        found = live_difference(stored, options.vocab_map, replace(settings, steps=options.live, workers=0))
+        short = replace(settings, steps=options.live)
+        found = live_difference(stored, options.vocab_map, short, device)
         print(f"{options.live} steps: losses on stored and on live states differ by {found:.1e} at most")
     if options.plot:
         plot(outcomes, options.plot)

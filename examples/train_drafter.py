@@ -5,9 +5,9 @@
     python examples/train_drafter.py ROOT map.pt
 
 The drafter is an EAGLE head: one decoder layer over three layers of the target. From the target's states at
-a token, and the token after it, it predicts the target's probabilities of the token after that, and the
-target's states at the next, from which it drafts on. It learns both from the store; the probabilities are
-what the target's norm and head make of the stored last state. `compare_drafters.py` trains it on wrong ones.
+a token, and the token after it, it predicts the target's probabilities of the token after that, which norm
+and head make of the stored last state, and the target's states at the next token, from which it drafts on.
+`compare_drafters.py` trains it on wrong states.
 
 Shapes: B rows, T tokens, L layers, H hidden size.
 """
@@ -15,13 +15,12 @@ Shapes: B rows, T tokens, L layers, H hidden size.
 import argparse
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
@@ -53,9 +52,9 @@ class Settings:
 class Report:
     """How a training went."""
 
-    losses: list[float] = field(default_factory=list)
-    elapsed_s: float = 0.0
-    wait_share: float = 0.0  # of that time, spent waiting for the next batch
+    losses: list[float]
+    elapsed_s: float
+    wait_share: float  # of that time, spent waiting for the next batch
 
 
 class Rows(Dataset[Batch]):
@@ -88,19 +87,22 @@ class Rows(Dataset[Batch]):
 
 def collate(rows: list[Batch]) -> Batch:
     """Right-padded; nothing is learnt at padding."""
-    return {k: pad_sequence([row[k] for row in rows], True, (k == "input_ids") * IGNORED) for k in rows[0]}
+    return {
+        k: nn.utils.rnn.pad_sequence([row[k] for row in rows], True, (k == "input_ids") * IGNORED)
+        for k in rows[0]
+    }
 
 
 class Target:
-    """What a drafter shares with its target: embedding, norm, and the head's rows of the draft vocabulary."""
+    """What a drafter shares with its target, and where: embedding, norm, the head of the draft tokens."""
 
-    def __init__(self, root: HiddenStates, vocab_map: Path) -> None:
+    def __init__(self, root: HiddenStates, vocab_map: Path, device: str = "cpu") -> None:
         files, tables = TargetFiles(root.store), torch.load(vocab_map, weights_only=True)
-        self.draft_ids = tables["d2t"] + torch.arange(len(tables["d2t"]))
-        self.is_draft = tables["t2d"]
-        self.embedding = files.weight("embed_tokens").float()
-        self.head = files.weight("lm_head")[self.draft_ids].float()
-        self.norm = files.final_norm()
+        self.device, self.norm = torch.device(device), files.final_norm()
+        self.is_draft = tables["t2d"].to(device)
+        self.draft_ids = (tables["d2t"] + torch.arange(len(tables["d2t"]))).to(device)
+        self.embedding = files.weight("embed_tokens").to(device).float()
+        self.head = files.weight("lm_head").to(device)[self.draft_ids].float()
 
     def probabilities(self, last: Tensor) -> Tensor:
         """[..., draft vocabulary], from last states before the norm."""
@@ -109,7 +111,8 @@ class Target:
     def wrote(self, row: Batch) -> bool:
         """Whether the answers in a stored row are the target's own, written greedily."""
         at = row["loss_mask"].nonzero()[:, 0]
-        likeliest = self.draft_ids[self.probabilities(row["last_hidden_state"][at - 1]).argmax(-1)]
+        probabilities = self.probabilities(row["last_hidden_state"][at - 1].to(self.device))
+        likeliest = self.draft_ids[probabilities.argmax(-1)].cpu()
         return bool((likeliest == row["input_ids"][at]).float().mean() > 0.8)
 
 
@@ -127,7 +130,7 @@ def scaled(x: Tensor) -> Tensor:
 def rotate(x: Tensor, places: Tensor) -> Tensor:
     """Rotary embedding of [B, heads, T, D] at the places [B, T]."""
     half = x.shape[-1] // 2
-    angles = places[:, None, :, None] * 10_000.0 ** (-torch.arange(half) / half)
+    angles = places[:, None, :, None] * 10_000.0 ** (-torch.arange(half, device=x.device) / half)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
@@ -145,16 +148,16 @@ class Drafter(nn.Module):
         self.features = nn.Linear(hidden, num_layers * hidden) if num_layers else None
         self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(3))
         self.norms[2].weight.data.copy_(FIRST_LOGITS * target.norm.weight)
+        self.to(target.device)  # only now, so that a seed gives the same weights on every device
 
     def forward(
         self, features: Tensor, next_ids: Tensor, places: Tensor, past: list[Tensor], sees: Tensor
     ) -> tuple[Tensor, Tensor]:
         """One step for each token.
 
-        From scaled states [B, T, L, H] at the tokens, and the ids [B, T] of those after them, to the logits
-        [B, T, draft vocabulary] of the second after each and the scaled states [B, T, L, H] at the first.
-        `places` [B, T] are the tokens' own; `past` has keys and values of earlier tokens, and gets theirs;
-        `sees` [B, T, past and T] says which attend to which.
+        From scaled states [B, T, L, H] at the tokens, at `places` [B, T], and the ids [B, T] of those after,
+        to the logits [B, T, draft vocabulary] of the second after each and the scaled states at the first.
+        `past` has earlier keys and values, and gets theirs; `sees` [B, T, past and T]: who attends to whom.
         """
         embedded = scaled(F.embedding(next_ids, self.target.embedding))
         x = self.fuse(torch.cat([features.flatten(2), embedded], -1))
@@ -167,10 +170,7 @@ class Drafter(nn.Module):
 
     def attend(self, x: Tensor, places: Tensor, past: list[Tensor], sees: Tensor) -> Tensor:
         """Attention of the tokens to earlier ones and among themselves."""
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.query_key_value(x).chunk(3, -1)
-        )
+        query, key, value = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key = rotate(query, places), rotate(key, places)
         for k, kept in enumerate(past):
             past[k] = torch.cat([kept.expand(len(x), -1, -1, -1), (key, value)[k]], 2)
@@ -180,25 +180,23 @@ class Drafter(nn.Module):
 
     def all_at_once(self, features: Tensor, next_ids: Tensor, past: list[Tensor]) -> tuple[Tensor, Tensor]:
         """`forward` of whole rows [B, T], each token seeing those before it."""
-        places = torch.arange(next_ids.shape[1])
+        places = torch.arange(next_ids.shape[1], device=next_ids.device)
         sees = places <= places[:, None]
         return self(features, next_ids, places.expand_as(next_ids), past, sees.expand(len(next_ids), -1, -1))
 
 
 def loss_of(drafter: Drafter, batch: Batch) -> Tensor:
-    """Cross entropy with the target's probabilities, and the squared error of the states predicted.
-
-    Prompts, and answers of others, are learnt from too: the target's probabilities are as good there.
-    """
+    """Cross entropy with the target's probabilities, also at prompts, and squared error of the states."""
     ids, features = batch["input_ids"], scaled(batch["features"])
     logits, states = drafter.all_at_once(features[:, :-2], ids[:, 1:-1].clamp(min=0), [])
     is_known = (ids[:, 2:] != IGNORED) & drafter.target.is_draft[ids[:, 2:]]
-    wanted = drafter.target.probabilities(batch["last"][:, 1:-1][is_known])
-    loss = -(wanted * logits[is_known].log_softmax(-1)).sum(-1).mean()
-    return loss + F.mse_loss(states[is_known], features[:, 1:-1][is_known]) if drafter.num_layers else loss
+    known = is_known.nonzero(as_tuple=True)  # once, for a GPU has to be waited for here
+    wanted = drafter.target.probabilities(batch["last"][:, 1:-1][known])
+    loss = -(wanted * logits[known].log_softmax(-1)).sum(-1).mean()
+    return loss + F.mse_loss(states[known], features[:, 1:-1][known]) if drafter.num_layers else loss
 
 
-def batches(rows: Rows, settings: Settings) -> Generator[Batch, None, None]:
+def batches(rows: Rows, settings: Settings, device: torch.device) -> Generator[Batch, None, None]:
     """Shuffled epochs without end; the same seed gives the same rows in the same order."""
     loader = DataLoader(
         rows,
@@ -209,58 +207,58 @@ def batches(rows: Rows, settings: Settings) -> Generator[Batch, None, None]:
         num_workers=settings.workers,
         multiprocessing_context="spawn" if settings.workers else None,
         persistent_workers=settings.workers > 0,
+        pin_memory=device.type == "cuda",
     )
     while True:
-        yield from loader
+        for batch in loader:
+            yield {name: values.to(device, non_blocking=True) for name, values in batch.items()}
 
 
 def train(drafter: Drafter, rows: Rows, settings: Settings) -> Report:
     """Train a drafter in place."""
-    report, waited_s = Report(), 0.0
-    rate = settings.learning_rate
+    losses, waited_s, rate = list[Tensor](), 0.0, settings.learning_rate
     optimizer = torch.optim.AdamW(drafter.parameters(), rate, betas=(0.9, 0.95), fused=True)
     schedule = OneCycleLR(optimizer, rate, settings.steps, pct_start=0.1, cycle_momentum=False)
-    source = batches(rows, settings)
+    source = batches(rows, settings, drafter.target.device)
     batch, started = next(source), time.perf_counter()  # the first one starts the workers
     for _ in range(settings.steps):
-        with torch.autocast("cpu", torch.bfloat16, enabled=settings.bf16):
+        with torch.autocast(drafter.target.device.type, torch.bfloat16, enabled=settings.bf16):
             loss = loss_of(drafter, batch)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        report.losses.append(loss.item())
+        losses.append(loss.detach())  # a GPU is not waited for
         before = time.perf_counter()
         batch = next(source)
         waited_s += time.perf_counter() - before
-    report.elapsed_s = time.perf_counter() - started
+    values, elapsed_s = torch.stack(losses).tolist(), time.perf_counter() - started
     source.close()  # ends the workers
-    report.wait_share = waited_s / report.elapsed_s
-    return report
+    return Report(losses=values, elapsed_s=elapsed_s, wait_share=waited_s / elapsed_s)
 
 
 @torch.inference_mode()
 def draft(drafter: Drafter, row: Batch, first: int, end: int, num_drafted: int) -> Tensor:
     """[end - first, num_drafted] tokens at each place: the states up to it and one more token are known."""
-    features, ids, past = scaled(row["features"])[None, :end], row["input_ids"][None], list[Tensor]()
+    device, past = drafter.target.device, list[Tensor]()
+    features, ids = scaled(row["features"].to(device))[None, :end], row["input_ids"].to(device)[None]
     logits, states = drafter.all_at_once(features, ids[:, 1 : end + 1], past)
     logits, states = logits[0, first:, None], states[0, first:, None]
-    places = torch.arange(first, end)[:, None]
-    sees, tokens = torch.arange(end) <= places, list[Tensor]()
+    places = torch.arange(first, end, device=device)[:, None]
+    sees, tokens = torch.arange(end, device=device) <= places, list[Tensor]()
     for k in range(1, num_drafted + 1):
         tokens.append(drafter.target.draft_ids[logits.argmax(-1)])
         sees = F.pad(sees, (0, 1), value=True)
         logits, states = drafter(scaled(states), tokens[-1], places + k, past, sees[:, None])
-    return torch.cat(tokens, 1)
+    return torch.cat(tokens, 1).cpu()
 
 
 def acceptance_length(drafter: Drafter, rows: Rows, num_drafted: int) -> float:
     """Tokens a round of speculative decoding over the last answers in `rows`, the target's own included.
 
-    A round drafts tokens after the newest known one; those are accepted that are the answer's next tokens,
-    up to the first that is not, and the target adds one. Greedy verification does the same with answers that
-    the target wrote greedily.
+    A round drafts tokens after the newest known one, which are accepted up to the first that isn't the
+    answer's, and the target adds one: as greedy verification does, for the answers were written greedily.
     """
     num_tokens = num_rounds = 0
     for row in rows:
@@ -285,9 +283,11 @@ def main() -> None:
     parser.add_argument("root")
     parser.add_argument("vocab_map", type=Path)
     parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--workers", type=int, default=Settings.workers, help="processes that read")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    stored, settings = HiddenStates(options.root), Settings(steps=options.steps)
-    target, _ = Target(stored, options.vocab_map), torch.manual_seed(settings.seed)
+    stored, settings = HiddenStates(options.root), Settings(steps=options.steps, workers=options.workers)
+    target, _ = Target(stored, options.vocab_map, options.device), torch.manual_seed(settings.seed)
     drafter, (training, held_out) = Drafter(target, len(stored.spec.layer_ids)), split(stored, target)
     report = train(drafter, Rows(stored, training), settings)
     print(f"loss {report.losses[0]:.3f} to {report.losses[-1]:.3f}, waited for data {report.wait_share:.1%}")

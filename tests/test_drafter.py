@@ -18,6 +18,7 @@ from tests.runs import run_lane, save_rows, settings_for, some_rows
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import compare_drafters  # noqa: E402
+import smollm2_root  # noqa: E402
 import train_drafter  # noqa: E402
 
 LAYERS = (0, 1)
@@ -134,3 +135,16 @@ def test_acceptance_length_counted_by_hand(monkeypatch: pytest.MonkeyPatch):
     drafts = torch.tensor([[6, 7, 0], [0, 0, 0], [0, 0, 0], [3, 9, 9]])
     monkeypatch.setattr(train_drafter, "draft", lambda *_: drafts)
     assert train_drafter.acceptance_length(None, [row], 3) == 4 / 2
+
+
+def test_chats_held_out_are_of_subjects_that_none_to_train_on_is_of():
+    own = [{"id": f"evals/subject-{k % 40}:{k}", "messages": []} for k in range(200)]
+    own += [{"id": f"ifbench:{k}", "messages": []} for k in range(30)]
+    others = [{"id": f"ifbench:{k}", "messages": []} for k in range(30, 90)]
+    chats = list(smollm2_root.dealt(own, others))
+    assert len({chat["id"] for chat in chats}) == len(chats) > len(own + others) - 6
+    held_out = chats[:: train_drafter.HELD_OUT]
+    training = [chat for chat in chats if chat not in held_out]
+    subjects = {smollm2_root.subject(chat) for chat in held_out}
+    assert not subjects & {smollm2_root.subject(chat) for chat in training}
+    assert not {*map(str, held_out)} & {*map(str, others)} and len(subjects) > 5
