@@ -1,8 +1,32 @@
 """CRC64NVME, the checksum that S3 computes too: of bytes, and of bytes whose parts' are known."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
 
 Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Content:
+    """Size and CRC64NVME of what was sent to a store, or of what it says it has."""
+
+    nbytes: int = 0
+
+    crc: int | None = 0
+    """None where the store keeps none."""
+
+    def then(self, data: Buffer) -> Self:
+        """The same of these bytes followed by `data`."""
+        assert self.crc is not None
+        return type(self)(self.nbytes + len(data), crc64nvme(data, self.crc))
+
+    def confirms(self, sent: Self) -> bool:
+        """Whether a store that says this has what was sent, as far as it tells."""
+        return self.nbytes == sent.nbytes and self.crc in (None, sent.crc)
+
+    def __str__(self) -> str:
+        return f"{self.nbytes:,} bytes" + ("" if self.crc is None else f" of {checksum_text(self.crc)}")
 
 
 def crc64nvme(data: Buffer, previous: int = 0) -> int:

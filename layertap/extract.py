@@ -367,19 +367,20 @@ class _Shard:
                 slot.wait()
             unfinite = [row for row in slot.unfinite_rows(batch.layout) if row not in refused]
             layout = slot.finish(batch.layout, {*unfinite, *refused})
-            name, digest = f"batch-{batch.number:05d}.safetensors", None
+            name, crc = f"batch-{batch.number:05d}.safetensors", None
             file, spans = slot.file(layout), zip(layout.offsets, layout.nbytes, strict=True)
             row_crcs = [crc64nvme(file[offset : offset + nbytes]) for offset, nbytes in spans]
             if layout.keys:
                 header = (crc64nvme(file[: layout.data_offset]), layout.data_offset)
-                digest = checksum_text(crc64nvme_of_all([header, *zip(row_crcs, layout.nbytes, strict=True)]))
-                self._extractor.store.put(f"{self._prefix}/{name}", file, durable=True)
+                crc = crc64nvme_of_all([header, *zip(row_crcs, layout.nbytes, strict=True)])
+                self._extractor.store.put(f"{self._prefix}/{name}", file, durable=True, crc=crc)
         finally:
             self._extractor._slots.release(slot)
         self._count(batch.layout)
         keys = batch.layout.keys
         told = [{"key": keys[row], "reason": UNFINITE, "fault": DATA} for row in unfinite]
         told += [{"key": keys[row], "reason": why, "fault": MEMORY} for row, why in sorted(refused.items())]
+        digest = None if crc is None else checksum_text(crc)
         return _Stored(name=name, layout=layout, checksum=digest, row_crcs=row_crcs, refused=told)
 
     def _count(self, layout: BatchLayout) -> None:

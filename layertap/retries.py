@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from obstore.exceptions import BaseError
 
+from layertap.errors import StoreError
 from layertap.store_errors import EXPIRED_CODES
 
 if TYPE_CHECKING:
@@ -32,16 +33,17 @@ PATIENT: "RetryConfig" = {
 }
 """Rides out a restart of the store. Retries use jitter and a fresh body."""
 
-ENDS_EARLY = ("request or response body error", "<Code>NoSuchUpload</Code>")
-"""Failures at which obstore gives up and another try helps: a reply that was cut off; and an upload that was
-completed by a try whose reply got lost, or by another lane, so that the next one finds it no more."""
+ENDS_EARLY = ("request or response body error", "<Code>BadDigest</Code>", "<Code>NoSuchUpload</Code>")
+"""Failures at which obstore gives up and another try helps: a reply that was cut off; a body that was damaged
+on its way; and an upload that was completed by a try whose reply got lost, or by another lane, so that the
+next one finds it no more."""
 
 WAITS_S = (0.2, 0.6, 1.8, 5.0, *[10.0] * 60)
 """The longest waits between such tries; each is drawn from below it."""
 
 
 def patiently(operation: Callable[[], _T], at_most: timedelta, *, renew: Callable[[], None]) -> _T:
-    """Repeat an operation, all of it, where obstore's own retries end too early.
+    """Repeat an operation, all of it, where obstore's own retries, or boto3's, end too early.
 
     Args:
         operation: what is done.
@@ -52,9 +54,10 @@ def patiently(operation: Callable[[], _T], at_most: timedelta, *, renew: Callabl
     for wait_s in WAITS_S:
         try:
             return operation()
-        except (BaseError, FileNotFoundError) as error:
+        except (BaseError, FileNotFoundError, StoreError) as error:
             expired = any(f"<Code>{code}</Code>" in str(error) for code in EXPIRED_CODES)
-            ends_early = expired or any(text in str(error) for text in ENDS_EARLY)
+            passes = type(error) is StoreError or any(text in str(error) for text in ENDS_EARLY)
+            ends_early = expired or passes
             if not ends_early or time.monotonic() > deadline:
                 raise
             if expired:

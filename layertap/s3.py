@@ -1,7 +1,10 @@
 """How a bucket is reached: its settings, credentials from a boto3 session, and the clients made of both."""
 
+import logging
 import os
 import re
+import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from urllib.parse import urlsplit
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
+from layertap.checksums import Content
 from layertap.errors import StoreRefusedError
 
 if TYPE_CHECKING:
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
 DEFAULT_REGION = "us-east-1"
+
+log = logging.getLogger(__name__)
 
 BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
 """In what obstore says of a failed handshake: UnknownIssuer, Expired, NotValidForName…"""
@@ -100,6 +106,8 @@ class Bucket:
         self.settings = settings
         self.session = session
         self._clients: dict[int, Any] = {}
+        self._locks: dict[int, threading.Lock] = {}
+        self._tells_sizes_alone = False
 
     @property
     def _region(self) -> str:
@@ -142,6 +150,19 @@ class Bucket:
         with suppress(client.exceptions.NoSuchUpload):
             client.abort_multipart_upload(Bucket=self.settings.bucket, Key=key, UploadId=upload_id)
 
+    def stored(self, path: str) -> Content:
+        """What the store says it has of an object, from its head alone."""
+        key = f"{self.settings.prefix}/{path}".lstrip("/")
+        client = self._client_of_process()
+        answer = client.head_object(Bucket=self.settings.bucket, Key=key, ChecksumMode="ENABLED")
+        text = answer.get("ChecksumCRC64NVME")
+        if text is None or answer.get("ChecksumType") == "COMPOSITE":
+            if not self._tells_sizes_alone:
+                log.warning("%s keeps no CRC64NVME of objects: after a put only sizes are compared", self)
+            self._tells_sizes_alone = True
+            return Content(answer["ContentLength"], None)
+        return Content(answer["ContentLength"], int.from_bytes(b64decode(text), "big"))
+
     def range_after_fork(self, path: str, offset: int, nbytes: int) -> bytes:
         """A range through boto3, for a forked process: there obstore waits for threads that do not exist."""
         key = f"{self.settings.prefix}/{path}".lstrip("/")
@@ -155,15 +176,17 @@ class Bucket:
 
         settings, pid = self.settings, os.getpid()
         style: Any = {"addressing_style": "path" if settings.path_style else "virtual"}
-        if pid not in self._clients:
-            self._clients[pid] = self.session.client(
-                "s3",
-                endpoint_url=settings.endpoint_url,
-                region_name=self._region,
-                verify=settings.verify,
-                config=Config(s3=style, retries={"mode": "standard", "max_attempts": 10}),
-            )
-        return self._clients[pid]
+        # a session can't make two clients at once, and a lock that was held at a fork stays so
+        with self._locks.setdefault(pid, threading.Lock()):
+            if pid not in self._clients:
+                self._clients[pid] = self.session.client(
+                    "s3",
+                    endpoint_url=settings.endpoint_url,
+                    region_name=self._region,
+                    verify=settings.verify,
+                    config=Config(s3=style, retries={"mode": "standard", "max_attempts": 10}),
+                )
+            return self._clients[pid]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_reopen, (self.settings, self._profile_to_reopen()))

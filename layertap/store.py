@@ -5,9 +5,6 @@ obstore does the work without holding the GIL; its errors become layertap's here
 
 import contextlib
 import os
-import re
-import secrets
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +15,7 @@ from urllib.request import url2pathname
 
 from obstore.store import LocalStore, S3Store
 
-from layertap.checksums import Buffer, checksum, checksum_text, crc64nvme, crc64nvme_of_all
+from layertap.checksums import Buffer, Content, checksum, checksum_text, crc64nvme, crc64nvme_of_all
 from layertap.errors import (
     AlreadyExistsError,
     IntegrityError,
@@ -26,6 +23,7 @@ from layertap.errors import (
     StoreError,
     StoreRefusedError,
 )
+from layertap.folder import create_file, make_durable, temporary_files
 from layertap.retries import PATIENT, patiently
 from layertap.s3 import Bucket, S3Settings
 from layertap.store_errors import mapped
@@ -52,8 +50,8 @@ PART_BYTES = 32 << 20
 
 PARTS_AT_ONCE = 4
 
-TEMPORARY = re.compile(r".+#\d+")
-"""Names of files that obstore, and this module, write before they have their own."""
+PUTS_TO_CONFIRM = 2
+"""So often an object is put that the store has otherwise than it was sent."""
 
 
 @dataclass(frozen=True)
@@ -127,36 +125,77 @@ class Store:
             raise StoreRefusedError(f"{text!r} is neither a path, nor file://, nor s3://bucket/prefix")
         return cls.folder(text)
 
-    def put(self, path: str, data: Buffer, *, durable: bool = False) -> None:
+    def put(self, path: str, data: Buffer, *, durable: bool = False, crc: int | None = None) -> None:
         """Write an object whole, over any older one.
 
         Args:
             path: where to.
             data: its bytes; they must not change until the call returns.
-            durable: on a folder, return only when the object survives a loss of power. S3 always is.
+            durable: return only when the store has said that it has these bytes: the size, and on S3 the
+                CRC64NVME; and, on a folder, when they survive a loss of power.
+            crc: the CRC64NVME of the bytes, where it is known already.
+
+        Raises:
+            IntegrityError: what the store has isn't what was sent, twice.
         """
         view = memoryview(data).cast("B")
-        self._put(path, lambda: view, durable)
+        sent = Content(len(view), crc64nvme(view) if crc is None else crc) if durable else None
+        self._put(path, lambda: view, lambda: sent)
 
-    def put_chunks(self, path: str, chunks: Callable[[], Iterator[bytes]], *, durable: bool = False) -> None:
-        """Write an object whole, as `put`, from pieces that needn't lie in memory together.
+    def put_chunks(self, path: str, chunks: Callable[[], Iterator[bytes]]) -> Content:
+        """Write an object whole and durably, as `put`, from pieces that needn't lie in memory together.
 
         Args:
             path: where to.
             chunks: gives all pieces from the first one on, whenever it is called: once for each try.
-            durable: as of `put`.
-        """
-        self._put(path, chunks, durable)
 
-    def _put(self, path: str, body: Callable[[], memoryview | Iterator[bytes]], durable: bool) -> None:
+        Returns:
+            Size and CRC64NVME of the object.
+        """
+        sent = Content()
+
+        def counted() -> Iterator[bytes]:
+            nonlocal sent
+            sent = Content()
+            for chunk in chunks():
+                sent = sent.then(chunk)
+                yield chunk
+
+        self._put(path, counted, lambda: sent)
+        return sent
+
+    def _put(
+        self,
+        path: str,
+        body: Callable[[], memoryview | Iterator[bytes]],
+        sent: Callable[[], Content | None],
+    ) -> None:
+        """Put until the store confirms what was sent, or once where that is None."""
         with self._mapped("put", path):
             if isinstance(self._root, Path):
                 self._root.mkdir(parents=True, exist_ok=True)
             sizes: Any = {"chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
-            self._patiently(lambda: self._objects.put(path, body(), **sizes))
-            if durable and (target := self.local_path(path)):
-                _sync(target)
-                self._sync_folders(target)
+            for _ in range(PUTS_TO_CONFIRM):
+                self._patiently(lambda: self._objects.put(path, body(), **sizes))
+                if (whole := sent()) is None or (found := self._stored(path)).confirms(whole):
+                    return
+        raise IntegrityError(
+            f"{self.uri}/{path} holds {found} after {whole} were put, {PUTS_TO_CONFIRM} times: the store, or "
+            "the way to it, damages what is written"
+        )
+
+    def _stored(self, path: str) -> Content:
+        """What the store has of an object; on a folder it survives a loss of power then."""
+        if isinstance(self._root, Path):
+            make_durable(self._root, self._root / path)
+            return Content((self._root / path).stat().st_size, None)
+        bucket = self._root
+
+        def ask() -> Content:
+            with self._mapped("confirm", path):
+                return bucket.stored(path)
+
+        return self._patiently(ask)
 
     def create(self, path: str, data: Buffer) -> None:
         """Write an object unless there is one: of all who try, one succeeds. Durable.
@@ -165,8 +204,11 @@ class Store:
             AlreadyExistsError: somebody wrote it first, perhaps an earlier try of the same call.
         """
         with self._mapped("create", path):
-            if target := self.local_path(path):
-                self._create_file(target, data)
+            if isinstance(self._root, Path):
+                try:
+                    create_file(self._root, self._root / path, data)
+                except FileExistsError as error:
+                    raise AlreadyExistsError(f"{self.uri}/{path} exists already") from error
             else:
                 view = memoryview(data).cast("B")
                 self._patiently(lambda: self._objects.put(path, view, mode="create"))
@@ -275,13 +317,10 @@ class Store:
             return []
         found = []
         with mapped("list the temporary files of", self.uri):
-            for path in self._root.rglob("*#*"):
-                with contextlib.suppress(FileNotFoundError):  # its writer lives, and is done with it
-                    info = path.stat()
-                    if TEMPORARY.fullmatch(path.name) and stat.S_ISREG(info.st_mode):
-                        modified_at = datetime.fromtimestamp(info.st_mtime, UTC)
-                        name = path.relative_to(self._root).as_posix()
-                        found.append(ObjectInfo(name, info.st_size, None, modified_at))
+            for path, info in temporary_files(self._root):
+                modified_at = datetime.fromtimestamp(info.st_mtime, UTC)
+                name = path.relative_to(self._root).as_posix()
+                found.append(ObjectInfo(name, info.st_size, None, modified_at))
         return sorted(found, key=lambda o: o.path)
 
     def local_path(self, path: str) -> Path | None:
@@ -335,27 +374,6 @@ class Store:
         with mapped(verb, f"{self.uri}/{path}"):
             yield
 
-    def _create_file(self, target: Path, data: Buffer) -> None:
-        """Link a finished, synced file into place: who sees its name sees all of it, power loss or not."""
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # obstore takes names that end in "#<digits>" for its own temporary files and never lists them
-        staged = target.with_name(f"{target.name}#{secrets.randbits(63)}")
-        try:
-            staged.write_bytes(data)
-            _sync(staged)
-            os.link(staged, target)
-        except FileExistsError as error:
-            raise AlreadyExistsError(f"{target} exists already") from error
-        finally:
-            staged.unlink(missing_ok=True)
-        self._sync_folders(target)
-
-    def _sync_folders(self, target: Path) -> None:
-        for folder in target.parents:
-            _sync(folder)
-            if folder == self._root:
-                return
-
     def __reduce__(self) -> tuple[Any, ...]:
         return (Store, (self._root, self._retry))
 
@@ -389,11 +407,3 @@ def _info(meta: Mapping[str, Any]) -> ObjectInfo:
 def _check_path(path: str) -> None:
     if any(part in ("", ".", "..") for part in path.split("/")):
         raise StoreRefusedError(f"path {path!r} is not a plain relative path; it could leave the root")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

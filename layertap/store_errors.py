@@ -14,6 +14,7 @@ from layertap.errors import AlreadyExistsError, NotFoundError, StoreError, Store
 
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "RequestExpired"}
 REFUSED_CODES = {
+    "403",
     "AccessDenied",
     "AccountProblem",
     "AllAccessDisabled",
@@ -63,6 +64,6 @@ def _translated(verb: str, what: str, error: Exception) -> StoreError:
         return StoreRefusedError(message)
     if isinstance(error, obstore_errors.PermissionDeniedError | obstore_errors.UnauthenticatedError):
         return StoreRefusedError(message)
-    if isinstance(error, FileNotFoundError) or code == "NoSuchKey":
+    if isinstance(error, FileNotFoundError) or code in ("404", "NoSuchKey"):
         return NotFoundError(message)
     return StoreError(message)

@@ -201,17 +201,9 @@ def _put_bytes(store: Store, name: str, data: bytes) -> dict[str, Any]:
 
 def _put(store: Store, name: str, chunks: Callable[[], Iterator[bytes]]) -> dict[str, Any]:
     """Write a file under `target/`; returns its size and checksum."""
-    size = crc = 0
-
-    def counted() -> Iterator[bytes]:
-        nonlocal size, crc
-        size = crc = 0
-        for chunk in chunks():
-            size, crc = size + len(chunk), crc64nvme(chunk, crc)
-            yield chunk
-
-    store.put_chunks(f"target/{name}", counted, durable=True)
-    return {"size": size, "checksum": checksum_text(crc)}
+    content = store.put_chunks(f"target/{name}", chunks)
+    assert content.crc is not None
+    return {"size": content.nbytes, "checksum": checksum_text(content.crc)}
 
 
 class TargetFiles:

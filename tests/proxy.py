@@ -8,12 +8,13 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 PIECE_BYTES = 64 << 10
 
@@ -50,6 +51,12 @@ class Faults:
 
     expired_keys: set[str] = field(default_factory=set)
     """Access keys answered with ExpiredToken."""
+
+    flip_upload: float = 0.0
+    """A bit of the request's body is flipped on its way."""
+
+    on_stored: Callable[[str], None] = lambda _: None
+    """Called with an object's path after the server has stored it whole, and before it is told so."""
 
 
 class Proxy:
@@ -92,16 +99,20 @@ class Proxy:
             self._server.server_close()
 
     def draw(self) -> str | None:
-        """The fault of the next request."""
+        """The fault of the next request, which counts once it has done something."""
+        self.count("requests")
         with self._lock:
-            self.counts["requests"] += 1
             point = self._random.random()
-            for name in ("slow_down", "cut_upload", "lost_reply", "cut_reply"):
+            for name in ("slow_down", "cut_upload", "lost_reply", "cut_reply", "flip_upload"):
                 point -= getattr(self.faults, name)
                 if point < 0:
-                    self.counts[name] += 1
                     return name
         return None
+
+    def count(self, name: str) -> None:
+        """Count a request, or a fault that was done to one."""
+        with self._lock:
+            self.counts[name] += 1
 
     def throttle(self, num_bytes: int) -> None:
         """Wait as long as these bytes take on a line that all uploads share."""
@@ -124,13 +135,14 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         if fault == "cut_upload":
             self.rfile.read(length // 2)
-            return self._hang_up()
+            return self._hang_up(fault)
         body = self._body(length)
         key = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
         checksums = [
             n for n in self.headers if n.lower().startswith(("x-amz-checksum", "x-amz-sdk-checksum"))
         ]
         if fault == "slow_down":
+            self.proxy.count(fault)
             return self._refuse(503, "SlowDown")
         if key in faults.expired_keys:
             return self._refuse(400, "ExpiredToken")
@@ -138,16 +150,26 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(403, "AccessDenied")
         if faults.refuses_checksums and checksums and self.command == "PUT":
             return self._refuse(400, "InvalidArgument")
+        if fault == "flip_upload" and body and self.command == "PUT":
+            self.proxy.count(fault)
+            body = bytes([body[0] ^ 1]) + body[1:]
         reply = self._ask(body)
         data = reply.read()
+        if reply.status == 200 and self._has_stored():
+            faults.on_stored(urlsplit(self.path).path)
         if fault == "lost_reply":
-            return self._hang_up()
+            return self._hang_up(fault)
         if faults.ignores_conditions and reply.status in (409, 412):
             reply.status, data = 200, b""
             reply.headers["ETag"] = '"none"'
-        self._answer(reply, data, cut=fault == "cut_reply")
+        self._answer(reply, data, cut=fault == "cut_reply" and bool(data))
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle
+
+    def _has_stored(self) -> bool:
+        """Whether this request makes an object if it succeeds: a put of it whole, or the end of parts."""
+        query = urlsplit(self.path).query
+        return not query if self.command == "PUT" else self.command == "POST" and "uploadId=" in query
 
     def _body(self, length: int) -> bytes:
         pieces = []
@@ -177,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if cut else data)
         if cut:
-            self._hang_up()
+            self._hang_up("cut_reply")
 
     def _refuse(self, status: int, code: str) -> None:
         data = b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
@@ -187,7 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, fault: str) -> None:
+        self.proxy.count(fault)
         self.close_connection = True
 
     def log_message(self, *_: Any) -> None:

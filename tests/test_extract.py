@@ -332,12 +332,12 @@ class Gate:
         self.open = threading.Event()
         self.addresses = set()
 
-    def put(self, path, data, *, durable=False):
+    def put(self, path, data, **options):
         self.addresses.add(np.frombuffer(data, np.uint8).ctypes.data)
         assert self.open.wait(30)
         if self._error:
             raise self._error
-        self._store.put(path, data, durable=durable)
+        self._store.put(path, data, **options)
 
 
 def wait_until(condition):

@@ -282,7 +282,7 @@ def test_a_store_that_refuses_ends_the_lane_and_no_shard_is_blamed(
 ) -> None:
     with opened(folder_store, plan_id, target, "l") as lane, pytest.raises(StoreRefusedError, match="quota"):
 
-        def refused(path: str, data: Any, *, durable: bool = False) -> None:
+        def refused(path: str, data: Any, **_: Any) -> None:
             raise StoreRefusedError("can't put: quota exceeded")
 
         lane.extractor.store.put = refused  # type: ignore[method-assign]

@@ -7,16 +7,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from layertap.coordinator import Run
-from layertap.errors import AlreadyExistsError, NotReadyError, StoreError, StoreRefusedError
+from layertap.errors import (
+    AlreadyExistsError,
+    IntegrityError,
+    NotFoundError,
+    NotReadyError,
+    StoreError,
+    StoreRefusedError,
+)
 from layertap.object_server import ObjectServer
 from layertap.retries import PATIENT
 from layertap.s3 import Bucket
-from layertap.store import PART_BYTES, Store
+from layertap.store import PART_BYTES, Store, checksum, crc64nvme
 from layertap.store_check import check_store
 from layertap.verify import verify_root
 from tests.certificates import Authority
@@ -51,10 +59,15 @@ def opened(object_server: ObjectServer, proxy: Proxy) -> Callable[..., Store]:
     return open_store
 
 
-@pytest.mark.parametrize("fault", ["slow_down", "cut_upload", "lost_reply", "cut_reply"])
-def test_every_object_comes_back_whole(opened: Callable[..., Store], proxy: Proxy, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "share"),
+    [("slow_down", 0.3), ("cut_upload", 0.3), ("lost_reply", 0.3), ("cut_reply", 0.3), ("flip_upload", 0.5)],
+)
+def test_every_object_comes_back_whole(
+    opened: Callable[..., Store], proxy: Proxy, fault: str, share: float
+) -> None:
     store = opened()
-    setattr(proxy.faults, fault, 0.3)
+    setattr(proxy.faults, fault, share)
     bodies = {f"data/{i}": secrets.token_bytes(10_000 + i) for i in range(20)}
     for path, body in bodies.items():
         store.put(path, body)
@@ -68,6 +81,82 @@ def test_every_object_comes_back_whole(opened: Callable[..., Store], proxy: Prox
     store.delete(list(bodies))
     assert store.list("data") == []
     assert proxy.counts[fault] >= 10
+
+
+def test_only_what_was_done_to_a_request_counts(opened: Callable[..., Store], proxy: Proxy) -> None:
+    store = opened()
+    proxy.faults.cut_reply, proxy.faults.flip_upload = 0.5, 0.5
+    while proxy.counts["requests"] < 20:
+        assert not store.exists("data/a")
+    assert proxy.counts == {"requests": 20}
+
+
+class Damager:
+    """Overwrites objects behind the store's back, as soon as they are stored, with other bytes."""
+
+    def __init__(self, server: ObjectServer, damaged: Callable[[bytes], bytes], *, num_times: int) -> None:
+        bucket = server.settings(BUCKET)
+        self._direct = Store.s3(bucket, server.session())
+        self._damaged = damaged
+        self.num_left = num_times
+
+    def __call__(self, path: str) -> None:
+        if self.num_left:
+            self.num_left -= 1
+            name = path.removeprefix(f"/{BUCKET}/")
+            self._direct.put(name, self._damaged(self._direct.get(name)))
+
+
+WAYS_TO_PUT: dict[str, Callable[[Store, bytes], object]] = {
+    "whole": lambda store, body: store.put("data/a", body, durable=True),
+    "with its checksum": lambda store, body: store.put("data/a", body, durable=True, crc=crc64nvme(body)),
+    "from pieces": lambda store, body: store.put_chunks("data/a", lambda: iter([body[:7], body[7:]])),
+}
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": lambda body: bytes([body[0] ^ 1]) + body[1:],
+    "short": lambda body: body[:-1],
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "way", "damage"),
+    [*product([10_000], WAYS_TO_PUT, DAMAGES), (PART_BYTES + 1, "with its checksum", "flipped")],
+)
+def test_an_object_that_is_stored_damaged_is_put_again_and_then_named(
+    object_server: ObjectServer, opened: Callable[..., Store], proxy: Proxy, size: int, way: str, damage: str
+) -> None:
+    store, body = opened(), secrets.token_bytes(size)
+    proxy.faults.on_stored = Damager(object_server, DAMAGES[damage], num_times=1)
+    WAYS_TO_PUT[way](store, body)
+    assert store.get("data/a") == body
+    proxy.faults.on_stored = Damager(object_server, DAMAGES[damage], num_times=2)
+    told = f"data/a holds .* bytes of crc64nvme:.* after {size:,} bytes of {checksum(body)} were put, 2 times"
+    with pytest.raises(IntegrityError, match=told):
+        WAYS_TO_PUT[way](store, body)
+
+
+def test_of_a_store_that_keeps_no_checksums_sizes_are_compared_and_that_is_said(
+    object_server: ObjectServer, opened: Callable[..., Store], proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(checksums=False)
+    for _ in range(3):
+        store.put("data/a", b"0123", durable=True)
+    assert caplog.text.count("keeps no CRC64NVME of objects: after a put only sizes are compared") == 1
+    proxy.faults.on_stored = lambda path: Store.s3(
+        dataclasses.replace(object_server.settings(BUCKET), checksums=False), object_server.session()
+    ).put(path.removeprefix(f"/{BUCKET}/"), b"012")
+    with pytest.raises(IntegrityError, match="data/a holds 3 bytes after 4 bytes of"):
+        store.put("data/a", b"0123", durable=True)
+
+
+def test_an_object_that_is_gone_when_it_should_be_confirmed_is_named(
+    object_server: ObjectServer, opened: Callable[..., Store], proxy: Proxy
+) -> None:
+    store, direct = opened(), Store.s3(object_server.settings(BUCKET), object_server.session())
+    proxy.faults.on_stored = lambda path: direct.delete([path.removeprefix(f"/{BUCKET}/")])
+    with pytest.raises(NotFoundError, match="can't confirm .*data/a"):
+        store.put("data/a", b"0123", durable=True)
 
 
 def test_an_object_of_several_parts_is_whole_or_absent(opened: Callable[..., Store], proxy: Proxy) -> None:

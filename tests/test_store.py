@@ -194,6 +194,31 @@ def test_data_and_every_folder_above_are_synced(folder_store: Store, monkeypatch
     assert log.events == ["sync x", "sync data", "sync p", "sync plans", "sync root"]
 
 
+class HalfWritten:
+    """What a disk does that loses the end of a file, and says nothing, as often as told."""
+
+    def __init__(self, objects: Any, num_times: int) -> None:
+        self._objects = objects
+        self._num_left = num_times
+
+    def put(self, path: str, data: Any, **options: Any) -> None:
+        self._num_left -= 1
+        self._objects.put(path, data if self._num_left < 0 else data[: len(data) // 2], **options)
+
+
+def test_a_file_that_lost_its_end_is_written_again_and_then_named(folder_store: Store) -> None:
+    folder_store.put("x", b"1")
+    honest = folder_store._opened
+    folder_store.__dict__["_opened"] = HalfWritten(honest, num_times=1)
+    folder_store.put("x", b"0123", durable=True)
+    assert folder_store.get_range("x", 0, 4) == b"0123"
+    folder_store.__dict__["_opened"] = HalfWritten(honest, num_times=2)
+    with pytest.raises(
+        IntegrityError, match="x holds 2 bytes after 4 bytes of crc64nvme:.* were put, 2 times"
+    ):
+        folder_store.put("x", b"0123", durable=True)
+
+
 def test_a_record_is_synced_before_its_name_appears(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

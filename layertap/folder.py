@@ -1,0 +1,61 @@
+"""What a root on a folder needs beyond obstore: files that outlive a loss of power, unfinished ones found."""
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from layertap.checksums import Buffer
+
+TEMPORARY = re.compile(r".+#\d+")
+"""Names of files, never listed, that obstore and this module write before they have their own."""
+
+
+def create_file(root: Path, target: Path, data: Buffer) -> None:
+    """Link a finished, synced file into place: who sees its name sees all of it, power loss or not.
+
+    Raises:
+        FileExistsError: there is one of that name.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged = target.with_name(f"{target.name}#{secrets.randbits(63)}")
+    try:
+        staged.write_bytes(data)
+        _sync(staged)
+        os.link(staged, target)
+    finally:
+        staged.unlink(missing_ok=True)
+    _sync_folders(root, target)
+
+
+def make_durable(root: Path, target: Path) -> None:
+    """Let a file survive a loss of power, and the names of the folders above it."""
+    _sync(target)
+    _sync_folders(root, target)
+
+
+def temporary_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Files that writers have begun and not named yet, or never will."""
+    for path in root.rglob("*#*"):
+        with contextlib.suppress(FileNotFoundError):  # its writer lives, and is done with it
+            info = path.stat()
+            if TEMPORARY.fullmatch(path.name) and stat.S_ISREG(info.st_mode):
+                yield path, info
+
+
+def _sync_folders(root: Path, target: Path) -> None:
+    for folder in target.parents:
+        _sync(folder)
+        if folder == root:
+            return
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
