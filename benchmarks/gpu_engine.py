@@ -41,6 +41,7 @@ from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
 from layertap.progress import Clock
 from layertap.records import ShardRows
 from layertap.spec import ExtractionSpec
+from layertap.staging import slots_for
 from layertap.store import Store
 from layertap.target import Target
 
@@ -160,7 +161,11 @@ def engine(
     try:
         with (
             Extractor(
-                target, Store.folder(folder), max_batch_bytes=cost.max_batch_bytes, clock=clock
+                target,
+                Store.folder(folder),
+                max_batch_bytes=cost.max_batch_bytes,
+                num_slots=slots_for(cost.max_batch_bytes, bytes_per_s=target.info.bytes_per_s(target.spec)),
+                clock=clock,
             ) as extractor,
             timed_taps(target) as taps,
         ):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from layertap.attention import fuse_attention
 from layertap.delta_net import fuse_delta_nets
 from layertap.errors import TargetError
 
@@ -35,12 +36,13 @@ def compile_layers(layers: nn.ModuleList) -> None:
     """Compile each layer's forward for any number of rows and tokens; the first batches take a while.
 
     Forward hooks on the layers themselves stay as they are. All models of this process that share the layers'
-    code get the opaque kernels; blocks of Qwen3.5 get those of `layertap.delta_net` instead.
+    code get the opaque kernels; blocks of Qwen3.5 get those of `layertap.delta_net` and `layertap.attention`.
     """
     torch._dynamo.config.recompile_limit = MAX_VARIANTS
     torch._dynamo.config.accumulated_recompile_limit = MAX_VARIANTS
     _open_up(sys.modules[type(layers[0]).__module__], next(layers.parameters()).device)
     fuse_delta_nets(layers)
+    fuse_attention(layers)
     for layer in layers:
         for inner in list(layer.modules())[1:]:
             inner._forward_hooks.clear()  # left by transformers' capture of outputs; they break the graph

@@ -38,9 +38,6 @@ BATCHES_AHEAD = 2
 BATCHES_ISSUED = 2
 """Batches whose work may be queued on the device: enough to keep it busy, too few to hide a slow store."""
 
-NUM_SLOTS = 4
-"""Two for queued batches, two for the store."""
-
 INDEX = "index.parquet"
 
 INDEX_FIELDS: "list[pa.Field[Any]]" = [
@@ -110,12 +107,12 @@ class Extractor:
         target: the target, self-checked.
         store: where files go.
         max_batch_bytes: bytes of the rows of the plan's largest batch; it sizes the slots.
-        clock: where the lane's seconds are counted.
         num_slots: batches that may be between the device and the store.
+        clock: where the lane's seconds are counted.
     """
 
     def __init__(
-        self, target: Target, store: Store, *, max_batch_bytes: int, clock: Clock, num_slots: int = NUM_SLOTS
+        self, target: Target, store: Store, *, max_batch_bytes: int, num_slots: int, clock: Clock
     ) -> None:
         self.target = target
         self.store = store

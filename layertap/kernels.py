@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from layertap import attention, delta_net
 from layertap.compiled import CONVOLUTION, DELTA_RULE, delta_rules, fla_convolution, is_opened_up
-from layertap.delta_net import is_fused
 from layertap.errors import TargetError
 
 OWN_CODE = "transformers (reference)"
@@ -22,6 +22,9 @@ FLA_CONVOLUTION = "fla.modules.causal_conv1d"
 
 FOR_DECODING = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")
 """Functions that a pass over whole rows never calls."""
+
+ROTARY = "apply_rotary_pos_emb"
+"""What transformers calls the rotation of query and key; there is a choice once layers are fused."""
 
 OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
@@ -52,8 +55,9 @@ def kernels_in_use(layers: nn.ModuleList) -> dict[str, str]:
             if implementation is not None:
                 is_own = implementation.__module__ == module.__name__
                 chosen[name] = OWN_CODE if is_own else implementation.__module__
-    if any(is_fused(block) for block in layers.modules()):
-        chosen[CONVOLUTION] = is_fused.__module__
+    for fused, name in ((delta_net, CONVOLUTION), (attention, ROTARY)):
+        if any(fused.is_fused(block) for block in layers.modules()):
+            chosen[name] = fused.__name__
     return chosen
 
 

@@ -33,6 +33,7 @@ from layertap.log_tail import LogTail
 from layertap.progress import Clock
 from layertap.records import now
 from layertap.shard_state import ShardState
+from layertap.staging import slots_for
 from layertap.store import Store
 from layertap.target import Target, compare_canary
 from layertap.target_files import store_target
@@ -151,8 +152,14 @@ class Lane:
             self.self_check()
         if strict_kernels:
             self.target.refuse_slow_kernels()
+        max_batch_bytes = self.plan.max_batch_bytes
+        bytes_per_s = self.target.info.bytes_per_s(self.target.spec)
         self.extractor = Extractor(
-            self.target, self.catalog.store, max_batch_bytes=self.plan.max_batch_bytes, clock=self.clock
+            self.target,
+            self.catalog.store,
+            max_batch_bytes=max_batch_bytes,
+            num_slots=slots_for(max_batch_bytes, bytes_per_s=bytes_per_s),
+            clock=self.clock,
         )
         self._lane_log = LaneLog(
             self.catalog.store,

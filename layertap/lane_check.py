@@ -3,7 +3,7 @@
 What a lane takes at its peak is reckoned roughly, in bytes:
 
     weights      parameters of the whole target * bytes of a state; not counted for quantised checkpoints
-    slots        four times the plan's largest batch file
+    slots        their number (`staging.slots_for`) times the plan's largest batch file
     activations  tokens of the largest batch * bytes of a state
                  * ((2 * stored states + 8) * hidden size + 3 * widest matrix of a layer)
 
@@ -25,14 +25,13 @@ from torch import nn
 
 from layertap.catalog import PlanRecord, Root
 from layertap.errors import DeviceError, HostError
-from layertap.extract import NUM_SLOTS
 from layertap.findings import Findings
 from layertap.gpu_caches import use_caches
 from layertap.host import device_name, find_device, host_name, own_device
 from layertap.host_memory import available_memory
 from layertap.kernels import keep_gpu_kernels_out
-from layertap.staging import slot_nbytes
-from layertap.target_info import Source, find_backbone, load_config, meta_model
+from layertap.staging import slot_nbytes, slots_for
+from layertap.target_info import Source, TargetInfo, find_backbone, load_config, meta_model
 
 PROCESS_BYTES = 3 << 30
 """Host memory of a process on a GPU beside its slots: torch, CUDA, compiled code, the rows of two shards."""
@@ -50,6 +49,7 @@ class Needs:
     """What a lane takes at its peak, in bytes."""
 
     weights: int
+    num_slots: int
     slots: int
     activations: int
 
@@ -63,9 +63,13 @@ class Needs:
         widest = max(max(p.shape) for p in find_backbone(model).layers.parameters() if p.dim() == 2)
         of_token = (2 * spec.num_states + 8) * hidden_size + 3 * widest
         is_quantized = root.target.get("quantization") is not None
+        slot_bytes = slot_nbytes(plan.max_batch_bytes, spec=spec, hidden_size=hidden_size)
+        rate = TargetInfo(**root.target).bytes_per_s(spec)
+        num_slots = slots_for(plan.max_batch_bytes, bytes_per_s=rate)
         return cls(
+            num_slots=num_slots,
             weights=0 if is_quantized else sum(p.numel() for p in model.parameters()) * spec.item_bytes,
-            slots=NUM_SLOTS * slot_nbytes(plan.max_batch_bytes, spec=spec, hidden_size=hidden_size),
+            slots=num_slots * slot_bytes,
             activations=num_tokens * spec.item_bytes * of_token,
         )
 
@@ -75,7 +79,7 @@ class Needs:
         return self.weights + self.slots + self.activations
 
     def __str__(self) -> str:
-        parts = {"weights": self.weights, f"{NUM_SLOTS} slots": self.slots, "a batch": self.activations}
+        parts = {"weights": self.weights, f"{self.num_slots} slots": self.slots, "a batch": self.activations}
         return ", ".join(f"{name} {num_bytes / 1e9:.1f}" for name, num_bytes in parts.items())
 
 
@@ -131,7 +135,9 @@ def _needs(plan: PlanRecord, root: Root, source: str, revision: str | None) -> N
 def _check_host(needs: Needs, device: torch.device | None) -> None:
     is_cpu = device is not None and device.type == "cpu"
     needed = needs.total if is_cpu else needs.slots + PROCESS_BYTES
-    told = needs if is_cpu else f"{NUM_SLOTS} slots {needs.slots / 1e9:.1f}, the process itself the rest"
+    told = (
+        needs if is_cpu else f"{needs.num_slots} slots {needs.slots / 1e9:.1f}, the process itself the rest"
+    )
     available = available_memory()
     if available < needed:
         raise HostError(

@@ -9,6 +9,7 @@ Shapes: B rows, T tokens of the longest row, L layers, H hidden size.
 """
 
 import json
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,12 @@ from torch import Tensor
 from layertap.spec import FORMAT_VERSION, DTypeName, ExtractionSpec
 
 LAYER_ID_CONVENTION = "id k is the output of decoder layer k, 0-based: Hugging Face hidden_states[k + 1]"
+
+PUT_S = 1.0
+"""Seconds that a store may take for a batch, or stall, before the device waits for it."""
+
+MAX_SLOTS = 16
+"""A small target makes more batches in that time; each slot has a thread of the store's."""
 
 DATA_ALIGNMENT = 64
 HEADER_BYTES_A_ROW = 512
@@ -129,6 +136,17 @@ class BatchLayout:
             "num_rows": str(len(self.keys)),
             "keys_order": "file",
         }
+
+
+def slots_for(max_batch_bytes: int, *, bytes_per_s: float) -> int:
+    """How many slots a lane has: two for batches queued on the device, the rest on their way to the store.
+
+    Args:
+        max_batch_bytes: as in `slot_nbytes`.
+        bytes_per_s: what the device makes.
+    """
+    on_their_way = math.ceil(bytes_per_s * PUT_S / max_batch_bytes)
+    return min(2 + max(2, on_their_way), MAX_SLOTS)
 
 
 def slot_nbytes(max_batch_bytes: int, *, spec: ExtractionSpec, hidden_size: int) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 
 from layertap.errors import SpecError, TargetError
 from layertap.kernels import keep_gpu_kernels_out
+from layertap.plan import H200_FLOPS_PER_S
 from layertap.spec import ExtractionSpec
 
 CONFIG = "config.json"
@@ -96,6 +97,11 @@ class TargetInfo:
         return (
             self.num_parameters * num_executed_layers(spec, self.num_hidden_layers) // self.num_hidden_layers
         )
+
+    def bytes_per_s(self, spec: ExtractionSpec) -> float:
+        """What an H200 makes of states in a second."""
+        tokens_per_s = H200_FLOPS_PER_S / (2 * self.executed_parameters(spec))
+        return tokens_per_s * spec.bytes_per_token(self.hidden_size)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""

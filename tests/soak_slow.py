@@ -11,10 +11,9 @@ from typing import Any
 import psutil
 
 from layertap.coordinator import Run
-from layertap.extract import NUM_SLOTS
 from layertap.object_server import ObjectServer
 from layertap.plan import PlanSettings
-from layertap.staging import slot_nbytes
+from layertap.staging import slot_nbytes, slots_for
 from layertap.store import Store
 from tests.models import saved, tiny_llama
 from tests.proxy import Proxy
@@ -77,11 +76,12 @@ def _one_lane(settings: Any, server: ObjectServer, root: str) -> dict[str, Any]:
     record = json.loads(store.get(f"plans/{run.plan.plan_id}/lanes/lane-0.json"))
     seconds = record["seconds"]
     begin, end = min(o.started_at for o in outcomes), max(o.ended_at for o in outcomes)
-    spec, hidden_size = run.preview.spec, run.preview.info.hidden_size
+    spec, info, max_batch_bytes = run.preview.spec, run.preview.info, run.plan.max_batch_bytes
+    num_slots = slots_for(max_batch_bytes, bytes_per_s=info.bytes_per_s(spec))
     return {
         "bytes": sum(outcome.nbytes for outcome in outcomes),
         "seconds": max(1.0, (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()),
         "resident": resident,
         "waiting": seconds["waiting for the store"] / sum(seconds.values()),
-        "slots": NUM_SLOTS * slot_nbytes(run.plan.max_batch_bytes, spec=spec, hidden_size=hidden_size),
+        "slots": num_slots * slot_nbytes(max_batch_bytes, spec=spec, hidden_size=info.hidden_size),
     }

@@ -91,7 +91,7 @@ def test_the_usual_way_and_layertap_store_the_same_states(tmp_path: Path) -> Non
     usual: dict[str, bytes] = {}
     write_in_line(target, rows, usual.__setitem__, "usual")
     store = Store.folder(tmp_path)
-    with Extractor(target, store, max_batch_bytes=6 * 61_444, clock=Clock()) as extractor:
+    with Extractor(target, store, max_batch_bytes=6 * 61_444, num_slots=2, clock=Clock()) as extractor:
         result = extractor.extract_shard(rows, "ours", on_progress=lambda *_: None, should_stop=lambda: None)
     ours = {name: t for f in result.files for name, t in load(store.get(f"ours/{f['name']}")).items()}
     assert len(usual) == len(rows.keys) == 4 and len(ours) == 12

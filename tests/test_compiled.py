@@ -11,6 +11,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextModel
 from transformers.models.qwen3_next import modeling_qwen3_next as other_modeling
 
+from layertap import attention
+from layertap.attention import fuse_attention
 from layertap.compiled import (
     CONVOLUTION,
     DELTA_RULE,
@@ -20,7 +22,7 @@ from layertap.compiled import (
 )
 from layertap.delta_net import fuse_delta_nets, is_fused
 from layertap.errors import TargetError
-from layertap.kernels import refuse_slow_kernels
+from layertap.kernels import ROTARY, refuse_slow_kernels
 from layertap.spec import ExtractionSpec
 from layertap.target import Target
 from tests.models import DEVICE, VOCAB_SIZE, tiny_hybrid, tiny_llama
@@ -56,7 +58,8 @@ def test_compiled_layers_tap_the_same_states_for_any_shape(make: Any) -> None:
     target.self_check()
     after = target.environment()
     assert (before["compiled"], after["compiled"]) == (False, True)
-    replaced = {CONVOLUTION: "layertap.delta_net"} if before["kernels"] else {}
+    fused = {CONVOLUTION: "layertap.delta_net", ROTARY: "layertap.attention"}
+    replaced = fused if before["kernels"] else {}
     assert after["kernels"] == before["kernels"] | replaced
 
 
@@ -126,6 +129,20 @@ def test_the_fused_delta_net_is_the_plain_one() -> None:
     assert sum(is_fused(block) for block in model.modules()) == 6
     for mine, theirs in zip(fused, plain, strict=True):
         assert float((mine - theirs).norm() / theirs.norm()) < 1e-4
+
+
+def test_the_fused_attention_is_the_plain_one() -> None:
+    model = tiny_hybrid().model
+    for layer in model.layers[3::4]:
+        torch.nn.init.normal_(layer.self_attn.q_norm.weight, std=0.3)
+    batches = [torch.randint(0, VOCAB_SIZE, shape, device=DEVICE) for shape in ((3, 70), (2, 1))]
+    with torch.inference_mode():
+        plain = [model(input_ids=ids_BT, use_cache=False).last_hidden_state for ids_BT in batches]
+        fuse_attention(model.layers)
+        fused = [model(input_ids=ids_BT, use_cache=False).last_hidden_state for ids_BT in batches]
+    assert sum(attention.is_fused(block) for block in model.modules()) == 2
+    for mine, theirs in zip(fused, plain, strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
 
 
 def test_fused_projections_take_no_second_copy_of_the_weights() -> None:

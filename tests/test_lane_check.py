@@ -15,10 +15,9 @@ from layertap import lane_check
 from layertap.catalog import Catalog
 from layertap.coordinator import Run
 from layertap.errors import DeviceError, HostError, NotReadyError, TargetError
-from layertap.extract import NUM_SLOTS
 from layertap.host_memory import available_memory
 from layertap.lane_check import Needs, checked_device
-from layertap.staging import slot_nbytes
+from layertap.staging import MAX_SLOTS, slot_nbytes
 from layertap.store import Store
 from tests.models import saved, tiny_llama
 from tests.runs import save_rows, settings_for, some_rows
@@ -65,7 +64,8 @@ def test_what_a_lane_takes_grows_with_weights_slots_and_the_largest_batch(
     assert plan is not None
     needs = Needs.of(plan, root, model)
     assert needs.weights == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert needs.slots == NUM_SLOTS * slot_nbytes(plan.max_batch_bytes, spec=root.spec, hidden_size=64)
+    assert needs.num_slots == MAX_SLOTS  # so small a target fills them all in no time
+    assert needs.slots == needs.num_slots * slot_nbytes(plan.max_batch_bytes, spec=root.spec, hidden_size=64)
     # 256 tokens in float32; four states twice and eight of 64, three times the widest matrix's 128
     assert needs.activations == 256 * 4 * ((2 * 4 + 8) * 64 + 3 * 128)
     assert needs.total == needs.weights + needs.slots + needs.activations

@@ -12,7 +12,7 @@ from safetensors.torch import load
 
 from layertap.errors import StoppedError
 from layertap.spec import ExtractionSpec
-from layertap.staging import BatchLayout, Slot, SlotPool, pack, slot_nbytes
+from layertap.staging import MAX_SLOTS, BatchLayout, Slot, SlotPool, pack, slot_nbytes, slots_for
 
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -173,6 +173,15 @@ def test_a_slot_of_the_stated_size_holds_any_batch_of_so_many_bytes(lengths, dty
     layout = layout_of(lengths, spec)
     slot = Slot(slot_nbytes(layout.data_nbytes, spec=spec, hidden_size=H), CPU)
     assert len(slot.words(layout)) * spec.item_bytes == layout.data_nbytes + len(lengths) * spec.item_bytes
+
+
+@pytest.mark.parametrize("batch_bytes", [503_000_000, 400_000_000, 60_000_000, 4_000_000_000])
+@pytest.mark.parametrize("bytes_per_s", [0.74e9, 1.8e9, 18e9])
+def test_slots_take_what_the_device_makes_while_a_store_stalls_a_second(batch_bytes, bytes_per_s):
+    on_their_way = slots_for(batch_bytes, bytes_per_s=bytes_per_s) - 2
+    assert 2 <= on_their_way <= MAX_SLOTS - 2
+    assert on_their_way * batch_bytes >= bytes_per_s or on_their_way == MAX_SLOTS - 2
+    assert (on_their_way - 1) * batch_bytes < bytes_per_s or on_their_way == 2
 
 
 def test_a_pool_hands_out_each_slot_once_and_takes_it_back():

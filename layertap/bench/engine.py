@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from layertap.bench import Measured, in_turns, median_ratio, seconds_of
-from layertap.bench.null_target import SPEC, NullTarget, planned, rows_of
+from layertap.bench.null_target import NUM_SLOTS, SPEC, NullTarget, planned, rows_of
 from layertap.bench.probes import GilTicker, MemoryPeak
 from layertap.extract import Extractor, ShardResult
 from layertap.plan import Plan, PlanSettings
@@ -82,7 +82,9 @@ def _of_plan(num_rows: int, plan: Plan, target: Target, folder: Path) -> Measure
     lengths = batches_of(plan, NUM_BATCHES)
     max_batch_bytes = max(map(sum, lengths)) * SPEC.bytes_per_token(target.info.hidden_size)
     store = Store.folder(folder)
-    with Extractor(target, store, max_batch_bytes=max_batch_bytes, clock=Clock()) as extractor:
+    with Extractor(
+        target, store, max_batch_bytes=max_batch_bytes, num_slots=NUM_SLOTS, clock=Clock()
+    ) as extractor:
         engine = _Engine(extractor, rows_of(lengths), folder)
         engine.trial()  # the first one touches the slots' memory for the first time
         for kept in (engine.cpu_s, engine.peaks_bytes, engine.ticker_figures):

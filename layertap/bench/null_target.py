@@ -30,6 +30,10 @@ class _Info:
     hidden_size: int = HIDDEN_SIZE
 
 
+NUM_SLOTS = 4
+"""As a lane of the headline job has."""
+
+
 class NullTarget:
     """What an extractor asks of a target, answered from memory that was filled once.
 

@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 from layertap.bench import Measured, in_turns, median_ratio, seconds_of
 from layertap.bench.distance import away
-from layertap.bench.null_target import SPEC, NullTarget, rows_of
+from layertap.bench.null_target import NUM_SLOTS, SPEC, NullTarget, rows_of
 from layertap.extract import Extractor
 from layertap.object_server import ObjectServer, ServerPorts
 from layertap.progress import Clock
@@ -109,7 +109,9 @@ def _of_batch(lengths: list[int], target: "Target", place: _Place) -> Measured:
     rows = rows_of([lengths] * NUM_BATCHES)
     num_samples = len(rows.keys)
     max_batch_bytes = sum(lengths) * SPEC.bytes_per_token(target.info.hidden_size)
-    with Extractor(target, place.store, max_batch_bytes=max_batch_bytes, clock=Clock()) as extractor:
+    with Extractor(
+        target, place.store, max_batch_bytes=max_batch_bytes, num_slots=NUM_SLOTS, clock=Clock()
+    ) as extractor:
         layertap_s, usual_s = in_turns(
             NUM_TRIALS,
             partial(_timed, place.store, partial(_extract, extractor, rows)),
