@@ -60,6 +60,7 @@ ROOT = "layertap.json"
 HAS_ENDED = (ShardState.COMMITTED, ShardState.VOID)
 
 SHARD_FILE = re.compile(r"shard-(\d{5,})\.arrow")
+DATA_OBJECT = re.compile(r"plans/([^/]+)/data/(\d{5,})/([^/]+)/.+")
 STATE_OBJECT = re.compile(r"(\d{5,})\.((?:claim|release|retry|void)-\d+|fail-\d+\.[\w-]+|outcome)")
 
 
@@ -363,6 +364,13 @@ class Catalog:
             CatalogError: a plan is of another extraction than the root.
         """
         return read_settled(self)
+
+
+def shard_of(path: str) -> tuple[str, int]:
+    """Plan and number of the shard whose data lies in this file."""
+    match = DATA_OBJECT.fullmatch(path)
+    assert match, path
+    return match[1], int(match[2])
 
 
 def _state(plan_id: str, shard: int) -> str:

@@ -1,25 +1,28 @@
 """What may go from a root: what dead writers left, and versions that nobody wants any more.
 
-A file goes only if its shard is settled, so that no lane that wakes up can commit it, and if no version
-names it.
+A file goes only if its shard is settled, so that no lane that wakes up can commit it, and if no version, and
+no table of one that is being published, names it.
 """
 
-import re
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from io import BytesIO
 
-from layertap.catalog import Catalog
-from layertap.errors import StoreError, StoreRefusedError
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from layertap import fidelity
+from layertap.catalog import DATA_OBJECT, HAS_ENDED, Catalog
+from layertap.errors import FormatError, IntegrityError, NotFoundError, StoreError, StoreRefusedError
 from layertap.shard_state import ShardState
 from layertap.store import ObjectInfo, Store, Upload
-from layertap.versions import Version, Versions
+from layertap.versions import RECORD, Versions, files_of
 
 BEING_PUBLISHED = timedelta(hours=1)
 """A table younger than this may be one whose record is about to be written."""
 
 LIFECYCLE_RULE = "let a lifecycle rule abort incomplete ones"
-
-DATA_OBJECT = re.compile(r"plans/[^/]+/data/(\d{5,})/([^/]+)/.+")
 
 
 @dataclass(kw_only=True)
@@ -66,9 +69,7 @@ def find_garbage(store: Store, *, older_than: timedelta = timedelta(hours=24)) -
     catalog, garbage = Catalog(store), Garbage(store=store)
     catalog.root()
     before = datetime.now(UTC) - older_than
-    named = _named_by_versions(store)
-    for plan_id in store.folders("plans"):
-        _add_attempts(garbage, catalog, plan_id, named, before)
+    _add_tries(garbage, catalog, before)
     for found in store.temporary_files():
         if found.modified_at < before:
             garbage.add(found, "left by a writer that died")
@@ -76,41 +77,78 @@ def find_garbage(store: Store, *, older_than: timedelta = timedelta(hours=24)) -
     return garbage
 
 
-def _named_by_versions(store: Store) -> set[str]:
-    versions = Versions(store)
-    tables = [versions.rows(versions.get(number), ["file"]) for number in versions.numbers()]
-    return {name for table in tables for name in table["file"].unique().to_pylist() if name is not None}
+@dataclass(frozen=True, kw_only=True)
+class _Try:
+    """Files of a try of a shard that is not the committed one."""
+
+    plan_id: str
+    shard: int
+    state: ShardState
+    files: list[ObjectInfo]
+
+    def is_idle(self, named: set[str], before: datetime) -> bool:
+        """Whether nothing names its files and nobody has touched them for a while."""
+        return max(f.modified_at for f in self.files) < before and not any(
+            f.path in named for f in self.files
+        )
 
 
-def _add_attempts(
-    garbage: Garbage, catalog: Catalog, plan_id: str, named: set[str], before: datetime
-) -> None:
-    states, num_waiting = catalog.states(plan_id), 0
-    attempts: dict[tuple[int, str], list[ObjectInfo]] = {}
-    for found in catalog.store.list(f"plans/{plan_id}/data"):
-        if match := DATA_OBJECT.fullmatch(found.path):
-            attempts.setdefault((int(match[1]), match[2]), []).append(found)
-    committed = {
-        k: catalog.outcome(plan_id, k).attempt
-        for k in {shard for shard, _ in attempts}
-        if states.get(k) == ShardState.COMMITTED
-    }
-    for (shard, attempt), files in attempts.items():
-        state = states.get(shard, ShardState.WAITING)
-        is_named = any(found.path in named for found in files)
-        if committed.get(shard) == attempt or is_named or max(f.modified_at for f in files) >= before:
-            continue
-        if state in (ShardState.COMMITTED, ShardState.VOID):
-            for found in files:
-                garbage.add(found, f"shard {shard} is {state}, and no version names this try")
-        else:
-            num_waiting += 1
-    if num_waiting:
+def _add_tries(garbage: Garbage, catalog: Catalog, before: datetime) -> None:
+    tries = [t for plan_id in catalog.store.folders("plans") for t in _uncommitted(catalog, plan_id)]
+    # what is named after the states: who publishes looks at them once more when a table stands
+    named = _named(catalog.store)
+    idle = [t for t in tries if t.is_idle(named, before)]
+    for t in idle:
+        if t.state in HAS_ENDED:
+            for found in t.files:
+                garbage.add(found, f"shard {t.shard} is {t.state}, and no version names this try")
+    waiting = Counter(t.plan_id for t in idle if t.state not in HAS_ENDED)
+    for plan_id, num_waiting in waiting.items():
         garbage.notes.append(
             f"plan {plan_id}: {num_waiting} tries are of shards without an outcome, so a lane might still "
             "commit them. Finish the run, or withdraw the shards with "
             f"`layertap void {catalog.store.uri} {plan_id} SHARD`"
         )
+
+
+def _uncommitted(catalog: Catalog, plan_id: str) -> list[_Try]:
+    states = catalog.states(plan_id)
+    tries: dict[tuple[int, str], list[ObjectInfo]] = {}
+    for found in catalog.store.list(f"plans/{plan_id}/data"):
+        if match := DATA_OBJECT.fullmatch(found.path):
+            tries.setdefault((int(match[2]), match[3]), []).append(found)
+    committed = {
+        (k, catalog.outcome(plan_id, k).attempt)
+        for k in {shard for shard, _ in tries}
+        if states.get(k) == ShardState.COMMITTED
+    }
+    return [
+        _Try(plan_id=plan_id, shard=k, state=states.get(k, ShardState.WAITING), files=files)
+        for (k, attempt), files in tries.items()
+        if (k, attempt) not in committed
+    ]
+
+
+def _named(store: Store) -> set[str]:
+    """Files that versions name, and tables that are about to become those of versions."""
+    versions, young = Versions(store), datetime.now(UTC) - BEING_PUBLISHED
+    named = set[str]()
+    for found in store.list("versions"):  # before the records, or one that gets its record now is missed
+        if found.path.endswith(".parquet") and found.modified_at >= young:
+            named |= _files_of(store, found.path)
+    return named.union(*(versions.files(number) or () for number in versions.numbers()))
+
+
+def _files_of(store: Store, path: str) -> set[str]:
+    """Files that a table names which may have no record yet; none if it is pruned meanwhile."""
+    try:
+        return files_of(pq.read_table(BytesIO(store.get(path)), columns=["file"]))
+    except NotFoundError:
+        return set()
+    except pa.ArrowInvalid as error:
+        raise IntegrityError(
+            f"{store.uri}/{path} is damaged: {error}. `layertap prune` removes it when it is an hour old"
+        ) from error
 
 
 def _add_uploads(garbage: Garbage, before: datetime) -> None:
@@ -123,7 +161,9 @@ def _add_uploads(garbage: Garbage, before: datetime) -> None:
 
 
 def old_versions(store: Store, *, num_kept: int) -> Garbage:
-    """All versions but the newest `num_kept` and the newest complete one, and tables that no version names.
+    """All versions but the newest `num_kept` and the newest complete one, with their tables and checks.
+
+    Tables that no version names go too, and checks of versions that are gone.
 
     Raises:
         CatalogError: there is no root.
@@ -132,22 +172,32 @@ def old_versions(store: Store, *, num_kept: int) -> Garbage:
     Catalog(store).root()
     versions, garbage = Versions(store), Garbage(store=store)
     numbers, latest = versions.numbers(), versions.latest()
-    before = datetime.now(UTC) - BEING_PUBLISHED
     old = {*numbers[:-num_kept]} - ({latest.number} if latest else set())
+    of_old = {_table(versions, number) for number in old}
     objects = store.list("versions")
     # records after the objects: what was published meanwhile stays, and so does its table
-    tables = {_table(versions.get(number)) for number in versions.numbers() if number not in old}
+    there = versions.numbers()
+    stays = {version.rows["path"] for n in there if n not in old and (version := versions.find(n))}
+    begun = datetime.now(UTC) - BEING_PUBLISHED
+    stays |= {found.path for found in objects if found.modified_at >= begun} - of_old
     for found in objects:
-        name = found.path.removeprefix("versions/")
-        if name.removesuffix(".json").isdigit():
-            if int(name.removesuffix(".json")) in old:
+        if match := RECORD.fullmatch(found.path):
+            if int(match[1]) in old:
                 garbage.add(found, "an older version")
-        elif name.endswith(".parquet") and found.path not in tables and found.modified_at < before:
+        elif match := fidelity.RECORD.fullmatch(found.path):
+            if int(match[1]) in old or int(match[1]) not in there:
+                garbage.add(found, "a check of an older version")
+        elif found.path.endswith(".parquet") and found.path not in stays:
             garbage.add(found, "no version that stays names this table")
     # records first: a version whose table is gone would be damaged, a table without a version is only litter
     garbage.reasons = dict(sorted(garbage.reasons.items(), key=lambda item: not item[0].endswith(".json")))
     return garbage
 
 
-def _table(version: Version) -> str:
-    return str(version.rows["path"])
+def _table(versions: Versions, number: int) -> str | None:
+    """The table of a version that goes, if its record can be read."""
+    try:
+        version = versions.find(number)
+    except (IntegrityError, FormatError):
+        return None
+    return str(version.rows["path"]) if version else None

@@ -62,6 +62,9 @@ class Verification:
     """Bytes of those."""
 
     findings: list[Finding] = field(default_factory=list)
+    pruned: list[int] = field(default_factory=list)
+    """Versions that were pruned before they could be read."""
+
     recomputed: str = ""
     """What comparing recomputed rows gave, in words; empty if that wasn't asked for."""
 
@@ -70,7 +73,8 @@ class Verification:
             f"{self.num_records:,} records, {self.num_rows:,} rows in {self.num_files:,} files "
             f"({self.num_bytes / 1e9:.3g} GB) read back: {len(self.findings):,} findings"
         )
-        return f"{read}; {self.recomputed}" if self.recomputed else read
+        pruned = [f"version {number} was pruned meanwhile" for number in self.pruned]
+        return "; ".join([read, *pruned, *filter(None, [self.recomputed])])
 
     def ways_out(self) -> list[str]:
         """What to do, each once, in the order of the findings."""
@@ -235,12 +239,14 @@ class _Verifier:
             is_newest = number == numbers[-1]
             way = RUN_AGAIN if is_newest else f"{RESTORE}, or remove it with `layertap prune`"
             try:
-                names = versions.rows(versions.get(number), ["file"])["file"].unique().to_pylist()
+                names = versions.files(number)
             except (IntegrityError, NotFoundError) as error:
                 self._find(_version(number), error, way)
                 continue
-            if is_newest:
-                self._newest, named = number, {name for name in names if name is not None}
+            if names is None:
+                self.report.pruned.append(number)
+            elif is_newest:
+                self._newest, named = number, names
         return named
 
     def check_named(self, named: set[str], files: list[StoredFile]) -> None:

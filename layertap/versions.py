@@ -7,6 +7,7 @@ live in the table, so a dataset with other masks is a new version of the same hi
 import hashlib
 import json
 import logging
+import operator
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from layertap.catalog import Catalog
+from layertap.catalog import Catalog, shard_of
 from layertap.errors import AlreadyExistsError, CatalogError, IntegrityError, NotFoundError
 from layertap.records import (
     check_format,
@@ -127,6 +128,11 @@ class Version:
         return cls(**known_fields(cls, {**dict.fromkeys(ADDED_FIELDS), **values}))
 
 
+def files_of(rows: pa.Table) -> set[str]:
+    """The batch files that a version's table names."""
+    return {name for name in rows["file"].unique().to_pylist() if name is not None}
+
+
 class Versions:
     """The versions of one root."""
 
@@ -152,20 +158,45 @@ class Versions:
         """
         if isinstance(number, bool) or not isinstance(number, SupportsIndex):
             raise CatalogError(f"version {number!r} is no version's number: give an int, such as version=1")
-        numbers = self.numbers()
-        if number not in numbers:
-            there = ", ".join(map(str, numbers)) or "none yet"
+        version = self.find(operator.index(number))
+        if version is None:
+            there = ", ".join(map(str, self.numbers())) or "none yet"
             raise CatalogError(f"{self.store.uri} has no version {number}; versions there: {there}")
+        return version
+
+    def find(self, number: int) -> Version | None:
+        """A version, as `get`; None if there is none of that number, perhaps because it was just pruned."""
         path = f"versions/{number}.json"
-        return read_record(path, self.store.get(path), Version.from_dict)
+        try:
+            data = self.store.get(path)
+        except NotFoundError:
+            return None
+        return read_record(path, data, Version.from_dict)
 
     def latest(self, *, complete: bool = True) -> Version | None:
         """The newest version, of the complete ones unless told otherwise; None if there is none."""
-        for number in reversed(self.numbers()):
-            version = self.get(number)
+        numbers = self.numbers()
+        for number in reversed(numbers):
+            version = self.find(number)
+            if version is None:  # pruned meanwhile, so a newer one was published
+                return self.latest(complete=complete)
             if version.complete or not complete:
                 return version
         return None
+
+    def files(self, number: int) -> set[str] | None:
+        """The batch files that a version names; None if it was pruned meanwhile.
+
+        Raises:
+            IntegrityError, NotFoundError: its record or its table was damaged, or the table is gone.
+        """
+        version = self.find(number)
+        try:
+            return files_of(self.rows(version, ["file"])) if version else None
+        except NotFoundError:
+            if self.find(number) is None:
+                return None
+            raise
 
     def rows(self, version: Version, columns: list[str] | None = None) -> pa.Table:
         """The table of a version's rows, or some of its columns; `file` is dictionary-encoded."""
@@ -196,7 +227,8 @@ class Versions:
             parent: the newest version when the run read the dataset, None if there was none.
 
         Raises:
-            CatalogError: another dataset has been published since; this one may be older.
+            CatalogError: another dataset has been published since, and this one may be older; or some of the
+                rows were withdrawn meanwhile.
         """
         places = _Places.of(scan, settled)
         while True:
@@ -205,6 +237,7 @@ class Versions:
                 return newest
             self._refuse_older(scan.fingerprint, parent)
             version = self._version(places, dataset, scan, newest)
+            self._refuse_withdrawn(places)
             with suppress(AlreadyExistsError):
                 self.store.create(f"versions/{version.number}.json", to_json(asdict(version)))
                 return version
@@ -220,11 +253,23 @@ class Versions:
 
     def _refuse_older(self, dataset_fingerprint: str, parent: int | None) -> None:
         for number in self.numbers():
-            version = self.get(number) if number > (parent or 0) else None
+            version = self.find(number) if number > (parent or 0) else None
             if version is not None and version.dataset_fingerprint != dataset_fingerprint:
                 raise CatalogError(
                     f"version {number} of another dataset was published at {version.created_at}, after this "
                     "run had read its own. What it extracted is stored; to publish it, start the run again"
+                )
+
+    def _refuse_withdrawn(self, places: "_Places") -> None:
+        """Look once more when the table stands: gc spares its files from now on, and may have taken some."""
+        catalog = Catalog(self.store)
+        shards = {shard_of(places.files[i]) for i in np.unique(places.file[places.file >= 0])}
+        for plan_id in sorted({plan_id for plan_id, _ in shards}):
+            gone = {shard for found, shard in shards if found == plan_id} - {*catalog.committed(plan_id)}
+            if gone:
+                raise CatalogError(
+                    f"shard {min(gone)} of plan {plan_id} was withdrawn while a version was made of it: "
+                    "start the run again, which computes its rows anew"
                 )
 
     def _version(

@@ -1,9 +1,12 @@
 """What dead writers left goes, what counts or may come to count stays; nothing goes unless told so."""
 
 import secrets
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -11,11 +14,14 @@ from click.testing import CliRunner
 from layertap.catalog import Catalog
 from layertap.cli import main
 from layertap.dataset import Scan, TokenDataset
+from layertap.fidelity import Fidelity
+from layertap.fidelity import record as record_check
 from layertap.garbage import find_garbage, old_versions
 from layertap.s3 import Bucket
 from layertap.store import Buffer, Store
 from layertap.verify import verify_root
 from layertap.versions import Version, Versions
+from tests.actors import Actor
 from tests.stored import (
     claimed,
     dataset_of,
@@ -28,6 +34,12 @@ from tests.stored import (
 )
 
 NOW = timedelta(0)
+
+CHECK = {
+    **dict.fromkeys(("endpoint", "model", "api", "created_at"), "made up"),
+    **dict.fromkeys(("num_rows", "num_tokens"), 1),
+    **dict.fromkeys(("agreement", "mean_abs_logprob_difference", "min_agreement"), 1.0),
+}
 
 
 def test_only_tries_of_settled_shards_that_nothing_names_are_garbage(store: Store, tmp_path: Path) -> None:
@@ -83,7 +95,7 @@ def test_the_newest_complete_version_is_kept_whatever_is_asked(store: Store, tmp
         publish(catalog, dataset, scan, parent=number or None)
     assert [Versions(store).get(n).complete for n in (1, 2, 3)] == [True, True, False]
     garbage = old_versions(store, num_kept=1)
-    assert list(garbage.reasons) == ["versions/1.json"]
+    assert list(garbage.reasons) == ["versions/1.json", Versions(store).get(1).rows["path"]]
 
 
 def one_of_two_published(
@@ -217,6 +229,42 @@ def test_temporary_files_may_get_their_name_while_they_are_listed(
 
     monkeypatch.setattr(Path, "rglob", renamed)
     assert [info.path for info in folder_store.temporary_files()] == ["a#1", "a#2", "a#3"]
+
+
+@pytest.mark.parametrize("work", [verify_root, find_garbage, partial(old_versions, num_kept=1)])
+def test_versions_may_be_pruned_while_somebody_reads_them(
+    work: Callable[[Store], Any], folder_store: Store, tmp_path: Path
+) -> None:
+    """Before whichever list or read of his it happens, he goes on with those that stay."""
+    catalog, first, second = one_of_two_published(folder_store, tmp_path)
+    publish(catalog, *second, parent=1)
+    record_check(folder_store, Fidelity(**{**CHECK, "version": 1}))
+    num_requests, seen = 0, set()
+    while True:
+        store = Store.folder(shutil.copytree(tmp_path / "root", tmp_path / f"copy-{num_requests}"))
+        reader = Actor(work, store, requests=("list", "get"))
+        reader.go_on(num_requests)
+        if reader.ended:
+            break
+        num_requests += 1
+        old_versions(Store.folder(tmp_path / f"copy-{num_requests - 1}"), num_kept=1).delete()
+        reader.go_on(1000)
+        assert [info.path for info in store.list("versions")][0] == "versions/2.json"
+        if work is verify_root:
+            reader.result.check()
+            seen.add(str(reader.result).partition("; ")[2])
+    assert num_requests > 5
+    assert seen == ({"", "version 1 was pruned meanwhile"} if work is verify_root else set())
+
+
+def test_checks_of_a_version_go_with_it(store: Store, tmp_path: Path) -> None:
+    catalog, first, second = one_of_two_published(store, tmp_path)
+    publish(catalog, *second, parent=1)
+    for version in (1, 1, 2, 3):
+        record_check(store, Fidelity(**{**CHECK, "version": version}))
+    old_versions(store, num_kept=1).delete()
+    kept = ["versions/2.json", "versions/2.served-1.json", Versions(store).get(2).rows["path"]]
+    assert sorted(info.path for info in store.list("versions")) == sorted(kept)
 
 
 @pytest.mark.parametrize("command", [["gc", "--older-than", "0"], ["prune", "--keep-versions", "1"]])

@@ -117,7 +117,7 @@ def gc(root: str, hours: float, delete: bool) -> None:
 @click.option("--keep-versions", "num_kept", type=click.IntRange(min=1), required=True, help="How many stay.")
 @delete_option
 def prune(root: str, num_kept: int, delete: bool) -> None:
-    """List the versions of ROOT older than the newest few, or delete them.
+    """List the versions of ROOT older than the newest few, with their tables and checks, or delete them.
 
     The newest complete one stays too. Hidden states stay where an outcome names them; `gc` takes the others.
     """
