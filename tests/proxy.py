@@ -4,6 +4,7 @@ It hands on what clients signed, the Host header included, so the server behind 
 """
 
 import random
+import re
 import ssl
 import threading
 import time
@@ -46,8 +47,11 @@ class Faults:
     ignores_conditions: bool = False
     """A put that may only create succeeds where the object exists."""
 
-    forbidden: set[str] = field(default_factory=set)
-    """Methods answered with AccessDenied."""
+    forbidden: re.Pattern[str] | None = None
+    """Requests, as `PUT /bucket/key?query`, that match it are answered with AccessDenied."""
+
+    unanswered: re.Pattern[str] | None = None
+    """The first that matches it is never answered, nor seen by the server."""
 
     expired_keys: set[str] = field(default_factory=set)
     """Access keys answered with ExpiredToken."""
@@ -75,6 +79,7 @@ class Proxy:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._upload_ends_at = 0.0
+        self.ended, self.holds_one = threading.Event(), threading.Event()
         proxy = self
 
         class Handler(_Handler):
@@ -95,6 +100,7 @@ class Proxy:
         try:
             yield self
         finally:
+            self.ended.set()
             self._server.shutdown()
             self._server.server_close()
 
@@ -146,8 +152,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(503, "SlowDown")
         if key in faults.expired_keys:
             return self._refuse(400, "ExpiredToken")
-        if self.command in faults.forbidden:
+        if self._is_one_of(faults.forbidden):
             return self._refuse(403, "AccessDenied")
+        if self._is_one_of(faults.unanswered) and not self.proxy.holds_one.is_set():
+            self.proxy.holds_one.set()
+            self.proxy.ended.wait()
+            return None
         if faults.refuses_checksums and checksums and self.command == "PUT":
             return self._refuse(400, "InvalidArgument")
         if fault == "flip_upload" and body and self.command == "PUT":
@@ -170,6 +180,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Whether this request makes an object if it succeeds: a put of it whole, or the end of parts."""
         query = urlsplit(self.path).query
         return not query if self.command == "PUT" else self.command == "POST" and "uploadId=" in query
+
+    def _is_one_of(self, requests: re.Pattern[str] | None) -> bool:
+        return requests is not None and requests.match(f"{self.command} {self.path}") is not None
 
     def _body(self, length: int) -> bytes:
         pieces = []
