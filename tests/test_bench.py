@@ -149,6 +149,7 @@ def test_all_ways_of_reading_give_the_rows_of_the_root(tmp_path: Path) -> None:
     reads.write_samples(store, states)
     row_bytes, file_bytes = int(states.places.nbytes.sum()), reads.raw_files(states)
     assert reads.stream_rows(states) == reads.stream_packed(states) == row_bytes
+    assert reads.raw_into_memory(states) == file_bytes
     assert row_bytes < file_bytes == sum(store.head(path).size for path in reads.batch_files(states))
     for way in (reads.random_rows, reads.random_samples, reads.random_raw):
         assert way(states) == len(states)

@@ -1,10 +1,12 @@
 """Reading a root as trainers do, as a share of the disk's and the server's own rate.
 
-Streams stand against a plain sequential read of the same batch files in pieces of 16 MiB, and on
-S3 against whole-object gets by as many threads. Random rows stand against the same ranges read and not looked
-at, and against the same rows as safetensors files of their own. On a folder the page cache is dropped before
-each measurement, on both sides, or full on both. Each way reads in a process of its own; memory is anonymous
-memory at its peak, above what the process held before it read.
+Streams stand against a plain sequential read of the same batch files in pieces of 16 MiB, and on S3 against
+whole-object gets by as many threads. With a full page cache there is no disk to be compared with: batches
+stand against the same bytes read by as many threads into as much memory as the stream holds. Random rows
+stand against the same ranges read and not looked at, and against the same rows as safetensors files of their
+own. On a folder the page cache is dropped before each measurement, on both sides, or full on both. Each way
+reads in a process of its own; memory is anonymous memory at its peak, above what the process held before it
+read.
 """
 
 import multiprocessing
@@ -18,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -41,7 +44,7 @@ from layertap.versions import Versions
 
 SPEC = ExtractionSpec(target_identity="benchmark", layer_ids=(1, 7, 13, 19, 25), max_length=4096)
 HIDDEN_SIZE, MEAN_TOKENS, VOCAB_SIZE = 512, 264, 150_000
-PIECE = 16 << 20
+PIECE, WINDOW = 16 << 20, 128 << 20
 THREADS = 16
 NUM_RANDOM = 256
 GIB = 0.5
@@ -160,6 +163,30 @@ def raw_files(states: HiddenStates) -> int:
     return num_bytes
 
 
+def raw_into_memory(states: HiddenStates) -> int:
+    """The batch files in pieces, by as many threads as the stream has, into memory of two windows in turn."""
+    buffers = SimpleQueue[bytearray]()
+    for _ in range(2 * WINDOW // PIECE):
+        buffers.put(bytearray(PIECE))
+
+    def read(path: Path, offset: int) -> int:
+        buffer = buffers.get()
+        with path.open("rb", buffering=0) as file:
+            num_bytes = os.preadv(file.fileno(), [buffer], offset)
+        buffers.put(buffer)
+        return num_bytes
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        paths = [states.store.local_path(path) for path in batch_files(states)]
+        reads = [
+            pool.submit(read, path, offset)
+            for path in paths
+            if path is not None
+            for offset in range(0, path.stat().st_size, PIECE)
+        ]
+    return sum(done.result() for done in reads)
+
+
 def raw_objects(states: HiddenStates) -> int:
     """Whole-object gets by as many threads as the stream has."""
     objects = states.store._objects
@@ -169,12 +196,12 @@ def raw_objects(states: HiddenStates) -> int:
 
 def stream_rows(states: HiddenStates) -> int:
     """Row by row, shuffled."""
-    return sum(_nbytes(row) for row in states.stream(num_threads=THREADS, window_bytes=128 << 20))
+    return sum(_nbytes(row) for row in states.stream(num_threads=THREADS, window_bytes=WINDOW))
 
 
 def stream_packed(states: HiddenStates) -> int:
     """Packed batches, shuffled."""
-    stream = states.stream(max_batch_tokens=8192, num_threads=THREADS, window_bytes=128 << 20)
+    stream = states.stream(max_batch_tokens=8192, num_threads=THREADS, window_bytes=WINDOW)
     return sum(_nbytes(batch) for batch in stream)
 
 
@@ -304,18 +331,23 @@ class _Race:
         )
 
 
-def _races(*, is_local: bool) -> list[_Race]:
-    raw, what, goal = (
-        (raw_files, "plain sequential read", 0.8) if is_local else (raw_objects, "whole-object gets", 0.7)
-    )
+def _races(*, is_local: bool, is_cold: bool) -> list[_Race]:
+    of_disk = (raw_files, "plain sequential read", 0.8 if is_cold else None)
+    of_memory = (raw_into_memory, "into as much memory", None)
+    of_server = (raw_objects, "whole-object gets", 0.7)
+    against_rows = of_disk if is_local else of_server
+    against_batches = of_memory if is_local and not is_cold else against_rows
     streams = [
-        _Race(name=name, ours=ours, theirs=raw, against_what=what, at_least=goal)
-        for name, ours in (("stream of rows", stream_rows), ("stream of packed batches", stream_packed))
+        _Race(name=name, ours=ours, theirs=theirs, against_what=what, at_least=goal)
+        for name, ours, (theirs, what, goal) in (
+            ("stream of rows", stream_rows, against_rows),
+            ("stream of packed batches", stream_packed, against_batches),
+        )
     ]
-    against = ((random_samples, "one file a sample"), (random_raw, "the same ranges, unchecked"))
+    random = ((random_samples, "one file a sample"), (random_raw, "the same ranges, unchecked"))
     return streams + [
         _Race(name="random rows", ours=random_rows, theirs=theirs, against_what=other, unit="rows/s")
-        for theirs, other in against
+        for theirs, other in random
     ]
 
 
@@ -324,13 +356,19 @@ def _of_root(uri: str, folder: Path, states: Mapping[str, bool]) -> list[Measure
     write_root(Store.open(uri), folder, GIB)
     stored = HiddenStates(uri)
     write_samples(stored.store, stored)
-    races = _races(is_local=stored.store.local_path("layertap.json") is not None)
+    is_local = stored.store.local_path("layertap.json") is not None
+    races = [
+        (where, cold, race)
+        for where, cold in states.items()
+        for race in _races(is_local=is_local, is_cold=cold)
+    ]
     with ExitStack() as stack:
-        ways = {way for race in races for way in (race.ours, race.theirs)}
-        readers = {way: _Reader(uri) for way in ways}
+        readers = {
+            way: _Reader(uri) for way in {way for *_, race in races for way in (race.ours, race.theirs)}
+        }
         for reader in readers.values():
             stack.callback(reader.close)
-        return [race.run(readers, where, is_cold=cold) for where, cold in states.items() for race in races]
+        return [race.run(readers, where, is_cold=cold) for where, cold, race in races]
 
 
 def measure(folder: Path) -> list[Measured]:
