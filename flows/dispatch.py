@@ -20,6 +20,9 @@ from tasks.artifacts import server_may_be_away
 
 DEPLOYMENT = "extraction_lane/extraction-lane"
 
+STORE_FAILED = "StoreFailed"
+"""Name of the state of a lane that ended because the store failed as a whole."""
+
 SPARE_DEATHS = 3
 """Lanes that may die between two commits, beyond one for each asked for; none if no lane ever worked."""
 
@@ -58,13 +61,17 @@ class Lanes:
         self._lost: dict[UUID, float] = {}
         """Lanes that were given up, and when."""
 
+        self._heard: set[UUID] = set()
+        self._excused: set[UUID] = set()
+        """Of lanes that blamed the store: those that were heard, and those that don't count as dead."""
+
         self._num_committed = self._num_forgiven = 0
         # Unique over coordinators and their retries: the store counts the lanes on which a shard failed.
         self._prefix = f"lane-{str(runtime.flow_run.id)[:8]}-{runtime.flow_run.run_count}"
         self._log = get_run_logger()
 
     def tend(self, progress: RunProgress) -> None:
-        """Dispatch lanes while there is work for them.
+        """Dispatch lanes while there is work for them, and none blames the store without having been heard.
 
         Raises:
             LanesLostError: no lane is left and too many have died to try another.
@@ -74,8 +81,28 @@ class Lanes:
             self._end_lost(progress)
             self._bury(GONE_S)
             self._forgive(progress)
-            for _ in range(self._num_missing(progress)):
-                self._dispatch()
+            if self._blaming() <= self._heard:
+                for _ in range(self._num_missing(progress)):
+                    self._dispatch()
+
+    def hear(self) -> str:
+        """What lanes said that have ended since because the store failed; empty if none has."""
+        new = self._blaming() - self._heard
+        self._heard |= new
+        return "; ".join({str(self._states[k].message): self._last_word(k) for k in new}.values())
+
+    def excuse(self, *, is_true: bool) -> list[str]:
+        """Don't count as dead the lanes that blamed the store, if that is true or they had worked before.
+
+        Returns:
+            Their names.
+        """
+        if is_true or self._seen_working:
+            self._excused |= self._heard
+        return [self._names[k] for k in self._heard]
+
+    def _blaming(self) -> set[UUID]:
+        return {k for k, state in self._states.items() if state.name == STORE_FAILED}
 
     def _look(self) -> None:
         with get_client(sync_client=True) as client:
@@ -116,8 +143,8 @@ class Lanes:
             self._num_committed, self._num_forgiven = num_committed, self._num_dead()
 
     def _num_dead(self) -> int:
-        states = self._states.items()
-        return sum(k in self._lost or state.is_failed() or state.is_crashed() for k, state in states)
+        ended = {k for k, state in self._states.items() if state.is_failed() or state.is_crashed()}
+        return len((ended | self._lost.keys()) - self._excused)
 
     def _give_up(self, flow_run: UUID, reason: str) -> None:
         self._log.warning("%s is lost: %s", self._names[flow_run], reason)
@@ -151,8 +178,11 @@ class Lanes:
 
     def _last_words(self) -> str:
         """The last ends of lanes, one for each message."""
-        ended = {s.message: f"{self._names[k]} {s.name}: {s.message}" for k, s in self._states.items()}
+        ended = {state.message: self._last_word(k) for k, state in self._states.items()}
         return "; ".join(list(ended.values())[-3:])
+
+    def _last_word(self, flow_run: UUID) -> str:
+        return f"{self._names[flow_run]} {self._states[flow_run].name}: {self._states[flow_run].message}"
 
     def _dispatch(self) -> None:
         name = f"{self._prefix}-{len(self._states)}"

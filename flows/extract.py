@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,11 @@ from flows import OPTIONS
 from flows.dispatch import Lanes
 from flows.parameters import Extraction
 from layertap.coordinator import Run
-from layertap.errors import StoppedError
+from layertap.errors import StoppedError, StoreError
 from layertap.failures import read_failures
+from layertap.pause import StorePause
 from layertap.report import Report
+from layertap.shard_state import ShardState
 from layertap.watch import Watch
 from tasks.artifacts import ProgressBoard, server_may_be_away, show_failures, show_outcome, show_plan
 from tasks.speed import SpeedBoard
@@ -93,17 +96,49 @@ def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
         "compiled": extraction.further.compiled,
         "strict_kernels": extraction.further.strict_kernels,
     }
-    board, speed = ProgressBoard(), SpeedBoard(run.catalog.store, watch.plan.plan_id)
+    board, speed, pause = ProgressBoard(), SpeedBoard(watch.catalog.store, watch.plan.plan_id), run.pause()
     with Lanes(extraction.num_lanes, lane_parameters, extraction.tags) as lanes:
         try:
-            while not (progress := watch.poll()).finished:
-                board.show(progress)
-                speed.show()
-                run.check_stopped()
-                lanes.tend(progress)
+            while not look(run, watch, lanes, pause, board):
+                if not pause.reason:
+                    speed.show()
                 time.sleep(POLL_S)
-            board.show(progress, last=True)
         except BaseException:
-            run.stop()
+            with suppress(
+                StoreError
+            ):  # where it is the store that failed, lanes end with it or are cancelled
+                run.stop()
             raise
     speed.show(last=True)  # lanes tell their last when they end
+
+
+def look(run: Run, watch: Watch, lanes: Lanes, pause: StorePause, board: ProgressBoard) -> bool:
+    """Look at the store, show what is there and see to the lanes; or wait for a store that fails as a whole.
+
+    Returns:
+        Whether every shard has an outcome or has failed for good.
+
+    Raises:
+        LanesLostError, StoppedError: as they say.
+        StoreRefusedError: the store has failed for too long.
+    """
+    with pause.noted():
+        if pause.reason and pause.is_over():
+            run.excuse(lanes.excuse(is_true=pause.was_seen))
+            watch.forget()
+            pause.was_seen = False
+        if not pause.reason:
+            progress = watch.poll()
+            board.show(progress, last=progress.finished)
+            if progress.finished:
+                return True
+            pause.note_committed(progress.shards_by_state.get(ShardState.COMMITTED, 0))
+            run.check_stopped()
+            if progress.silent_lanes:
+                pause.probe()
+            lanes.tend(progress)
+            if words := lanes.hear():
+                pause.begin(words)
+    if pause.reason:
+        board.show_waiting(str(pause))
+    return False

@@ -4,13 +4,15 @@ from typing import Any
 
 from prefect import flow, get_run_logger, runtime
 from prefect.client.schemas.objects import State
+from prefect.filesystems import WritableFileSystem
 from prefect.futures import PrefectFuture
-from prefect.states import Cancelled, Completed
+from prefect.states import Cancelled, Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows import OPTIONS
+from flows.dispatch import STORE_FAILED
 from layertap.catalog import Catalog, Claim
-from layertap.errors import StoppedError
+from layertap.errors import StoppedError, StoreError, is_store_wide
 from layertap.failures import forget_failures
 from layertap.lane import Lane
 from layertap.lane_work import IN_FLIGHT, LaneReport, work_through
@@ -50,33 +52,39 @@ def extraction_lane(
         strict_kernels: Whether to refuse transformers' slow reference code, on a GPU.
     """
     block = load_block(storage)
-    store = store_in(block, root)
-    if runtime.flow_run.run_count > 1:  # somebody pressed Retry
-        name = f"{name}-again-{runtime.flow_run.run_count}"
-        forget_failures(Catalog(store), plan_id)
-    lane = Lane.open(
-        store,
-        plan_id,
-        run=run,
-        target=target,
-        revision=revision or None,
-        name=name,
-        compiled=compiled,
-        strict_kernels=strict_kernels,
-    )
-    if lane is None:
-        return Completed(message="no shard was left to extract")
+    try:
+        store = store_in(block, root)
+        if runtime.flow_run.run_count > 1:  # somebody pressed Retry
+            name = f"{name}-again-{runtime.flow_run.run_count}"
+            forget_failures(Catalog(store), plan_id)
+        lane = Lane.open(
+            store,
+            plan_id,
+            run=run,
+            target=target,
+            revision=revision or None,
+            name=name,
+            compiled=compiled,
+            strict_kernels=strict_kernels,
+        )
+        return _work(lane, block, root) if lane else Completed(message="no shard was left to extract")
+    except StoppedError as error:
+        return Cancelled(message=str(error))
+    except StoreError as error:
+        if not is_store_wide(error):
+            raise
+        return Failed(name=STORE_FAILED, message=str(error))
+
+
+def _work(lane: Lane, block: WritableFileSystem, root: str) -> State[Any]:
     board = LaneBoard()
 
     def submit(claim: Claim) -> PrefectFuture[Any]:
         board.show(lane.record)
         return submit_shard(lane, claim, storage=block, root=root)
 
-    try:
-        with lane:
-            report = work_through(lane, submit, no_fault=SERVER_ERRORS)
-    except StoppedError as error:
-        return Cancelled(message=str(error))
+    with lane:
+        report = work_through(lane, submit, no_fault=SERVER_ERRORS)
     board.show(lane.record)
     get_run_logger().info("%s; seconds by what they went to: %s", lane.record.bottleneck, _seconds(report))
     return Completed(message=_summary(report))

@@ -41,7 +41,7 @@ from layertap.records import (
     to_json,
 )
 from layertap.settled import Settled, read_settled
-from layertap.shard_state import ShardState, shard_state
+from layertap.shard_state import ShardState, shard_state, unended_claims
 from layertap.store import Store, checksum
 
 __all__ = [
@@ -271,6 +271,17 @@ class Catalog:
     def release(self, claim: Claim) -> None:
         """Give the shard back through no fault of it, as a lane does that was told to stop."""
         self._create_own(f"release-{claim.number}", claim, {"lane": claim.lane})
+
+    def release_lanes(self, plan_id: str, lanes: Collection[str]) -> None:
+        """Give back what lanes held that are gone through no fault of it, and couldn't say so themselves."""
+        if not lanes:
+            return
+        for shard, names in self.snapshot(plan_id).names.items():
+            for number in unended_claims(names):
+                told = self.read_claim(plan_id, shard, number)
+                if (lane := told["lane"]) in lanes:
+                    claim = Claim(plan_id=plan_id, shard=shard, number=number, lane=lane, token=told["token"])
+                    self.release(claim)
 
     def _create_own(self, name: str, claim: Claim, values: dict[str, Any]) -> None:
         with suppress(AlreadyExistsError):

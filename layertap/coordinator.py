@@ -3,12 +3,14 @@
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 from layertap.catalog import Catalog, PlanRecord, Root
 from layertap.errors import DatasetError, StoppedError
 from layertap.findings import Findings
 from layertap.host import host_name
+from layertap.pause import StorePause
 from layertap.preview import Preview, RunSettings
 from layertap.records import now
 from layertap.report import Report, Work, put_missing_rows
@@ -17,7 +19,7 @@ from layertap.run_records import RunRecord, RunRecords
 from layertap.shard_table import put_shard_table
 from layertap.spec import FORMAT_VERSION
 from layertap.store import Store
-from layertap.store_check import check_space, check_store
+from layertap.store_check import BRIEF, check_space, check_store
 from layertap.versions import Versions
 from layertap.watch import Watch
 
@@ -104,19 +106,35 @@ class Run:
         )
         return cls(run_id=run_id, catalog=catalog, preview=preview, plan=record, table=table, parent=parent)
 
+    @cached_property
+    def _brief(self) -> Catalog:
+        """The catalog, for who must tell soon that the store is away."""
+        return Catalog(self.catalog.store.with_retry(BRIEF))
+
     def watch(self) -> Watch:
         """Watch the run's plan."""
         assert self.plan is not None
-        return Watch(self.catalog, self.plan)
+        return Watch(self._brief, self.plan)
+
+    def pause(self) -> StorePause:
+        """What lets the run wait for its store; a folder must have room for a batch file."""
+        assert self.plan is not None
+        checks_space = self.preview.settings.check_space
+        return StorePause(self.catalog.store, self.plan.max_batch_bytes if checks_space else 0)
+
+    def excuse(self, lanes: Collection[str]) -> None:
+        """Charge no shard with lanes that ended because the store failed."""
+        if self.plan is not None:
+            self._brief.release_lanes(self.plan.plan_id, lanes)
 
     def stop(self) -> None:
         """Tell every lane to end at its next beat."""
         if self.plan is not None:
-            self.catalog.stop(self.plan.plan_id, self.run_id)
+            self._brief.stop(self.plan.plan_id, self.run_id)
 
     def check_stopped(self) -> None:
         """Raise StoppedError when somebody told the run's lanes to end."""
-        if self.plan is not None and self.catalog.stopping(self.plan.plan_id, self.run_id):
+        if self.plan is not None and self._brief.stopping(self.plan.plan_id, self.run_id):
             raise StoppedError(f"run {self.run_id} was told to stop; what is committed stays")
 
     def publish(self, watch: Watch | None = None) -> Report:

@@ -143,12 +143,20 @@ class TooManyRefusedError(LayertapError):
     """More rows are missing than the policy allows."""
 
 
+def is_store_wide(error: BaseException) -> bool:
+    """Whether the store as a whole is at fault (away, forbidden, full), and so neither a shard nor a lane."""
+    return isinstance(error, StoreRefusedError) or type(error) is StoreError
+
+
 def is_retriable(error: BaseException) -> bool:
     """Whether another try of the same shard may succeed.
 
     Errors raised on purpose say it themselves; a foreign one (a CUDA error, a bug) gets another try,
-    because it costs a shard's minutes while giving up costs its rows.
+    because it costs a shard's minutes while giving up costs its rows. What the store itself has tried for
+    long enough gets none.
     """
+    if is_store_wide(error):
+        return False
     if isinstance(error, LayertapError):
         return error.retriable
     return isinstance(error, Exception)

@@ -35,6 +35,7 @@ from layertap.records import now
 from layertap.shard_state import ShardState
 from layertap.staging import slots_for
 from layertap.store import Store
+from layertap.store_check import probe
 from layertap.target import Target, compare_canary
 from layertap.target_files import store_target
 from layertap.watchdog import blamed, kill_process_group, wedged
@@ -43,6 +44,9 @@ from layertap.watcher import BEAT_S, Watcher
 FAILURES_BEFORE_SELF_CHECK = 2
 
 CANARY = "target/canary.safetensors"
+
+CUT_OFF_S = 10.0
+"""A beat that has not been written for so long says that other lanes' may not be, either."""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +88,9 @@ class Lane:
         self._held: dict[int, _Held] = {}
         self._num_tokens_let_go = 0
         self._failed_here: set[int] = set()
+        self._excused: set[int] = set()
         self._failures_in_a_row = 0
+        self._unbeaten_since: float | None = None
         self._ending = threading.Event()
         self._stopped = threading.Event()
         self._exits = contextlib.ExitStack()
@@ -201,6 +207,9 @@ class Lane:
         return False
 
     def _poll(self) -> dict[int, ShardState]:
+        since = self._unbeaten_since
+        if since is not None and time.monotonic() - since > CUT_OFF_S:
+            self._watcher.forget()
         self._statuses = self._watcher.poll()
         return {shard: status.state for shard, status in self._statuses.items() if shard not in self._held}
 
@@ -318,6 +327,22 @@ class Lane:
         if held.outcome is None:
             self.catalog.release(claim)
 
+    def excuse(self, claim: Claim) -> bool:
+        """Give back a claim whose shard failed for the store's sake, if that answers again by now.
+
+        Returns:
+            Whether the claim was given back: not if the same shard meets it a second time.
+
+        Raises:
+            StoreError: the store still fails.
+        """
+        probe(self.catalog.store)
+        if claim.shard in self._excused:
+            return False
+        self._excused.add(claim.shard)
+        self.give_back(claim)
+        return True
+
     def _pop(self, claim: Claim) -> _Held:
         held = self._held.pop(claim.shard)
         self._num_tokens_let_go += held.num_tokens
@@ -377,8 +402,10 @@ class Lane:
         while not self._ending.wait(BEAT_S):
             counter += 1
             self._end_if_wedged()
+            self._unbeaten_since = self._unbeaten_since or time.monotonic()
             try:
                 self._beat(counter)
+                self._unbeaten_since = None
             except Exception:  # whatever it is, silence would look like death
                 log.warning("a beat failed, the next one follows in %g s", BEAT_S, exc_info=True)
 

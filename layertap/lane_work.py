@@ -16,6 +16,7 @@ from layertap.errors import (
     DeviceError,
     SelfCheckError,
     StoppedError,
+    StoreError,
     StoreRefusedError,
 )
 from layertap.host import device_name
@@ -28,8 +29,8 @@ IN_FLIGHT = 2
 DRAIN_S = 12.0
 """Seconds that each shard in flight has to end when its lane does; a scheduler kills after 30."""
 
-LANE_ENDING = (StoppedError, DeviceError, SelfCheckError, StoreRefusedError)
-"""Errors after which a lane can't go on, and which are no shard's fault."""
+LANE_ENDING = (StoppedError, DeviceError, SelfCheckError)
+"""Errors after which a lane can't go on, and which are no shard's fault; so are those of the whole store."""
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ def work_through(
 
     Raises:
         StoppedError: the run was told to stop.
-        DeviceError, SelfCheckError, StoreRefusedError: this lane can't go on; its open shards are given back.
+        DeviceError, SelfCheckError: this lane can't go on; its open shards are given back.
+        StoreError: the store fails as a whole; so are they, if it takes note of that.
     """
     report = LaneReport(name=lane.name, device=device_name(lane.device))
     done: SimpleQueue[tuple[Claim, ShardFuture]] = SimpleQueue()
@@ -121,7 +123,12 @@ def _settle(
     except no_fault:
         log.warning("shard %d wasn't run to its end and is given back", claim.shard, exc_info=True)
         lane.give_back(claim)
+    except StoreRefusedError:
+        raise
     except Exception as error:
+        if type(error) is StoreError and lane.excuse(claim):
+            log.warning("shard %d is given back, for the store failed", claim.shard, exc_info=True)
+            return
         lane.fail(claim, error)
         report.failed[claim.shard] = f"{type(error).__name__}: {error}"
 

@@ -43,7 +43,7 @@ WAITS_S = (0.2, 0.6, 1.8, 5.0, *[10.0] * 60)
 
 
 def patiently(operation: Callable[[], _T], at_most: timedelta, *, renew: Callable[[], None]) -> _T:
-    """Repeat an operation, all of it, where obstore's own retries, or boto3's, end too early.
+    """Repeat an operation, all of it, where obstore's retries end too early, or there were none.
 
     Args:
         operation: what is done.

@@ -105,7 +105,7 @@ class Bucket:
             )
         self.settings = settings
         self.session = session
-        self._clients: dict[int, Any] = {}
+        self._clients: dict[tuple[int, int], Any] = {}
         self._locks: dict[int, threading.Lock] = {}
         self._tells_sizes_alone = False
 
@@ -151,9 +151,9 @@ class Bucket:
             client.abort_multipart_upload(Bucket=self.settings.bucket, Key=key, UploadId=upload_id)
 
     def stored(self, path: str) -> Content:
-        """What the store says it has of an object, from its head alone."""
+        """What the store says it has of an object, from its head alone; asked once."""
         key = f"{self.settings.prefix}/{path}".lstrip("/")
-        client = self._client_of_process()
+        client = self._client_of_process(max_tries=1)
         answer = client.head_object(Bucket=self.settings.bucket, Key=key, ChecksumMode="ENABLED")
         text = answer.get("ChecksumCRC64NVME")
         if text is None or answer.get("ChecksumType") == "COMPOSITE":
@@ -171,22 +171,22 @@ class Bucket:
         data: bytes = answer["Body"].read()
         return data
 
-    def _client_of_process(self) -> Any:
+    def _client_of_process(self, max_tries: int = 10) -> Any:
         from botocore.config import Config
 
         settings, pid = self.settings, os.getpid()
         style: Any = {"addressing_style": "path" if settings.path_style else "virtual"}
         # a session can't make two clients at once, and a lock that was held at a fork stays so
         with self._locks.setdefault(pid, threading.Lock()):
-            if pid not in self._clients:
-                self._clients[pid] = self.session.client(
+            if (pid, max_tries) not in self._clients:
+                self._clients[pid, max_tries] = self.session.client(
                     "s3",
                     endpoint_url=settings.endpoint_url,
                     region_name=self._region,
                     verify=settings.verify,
-                    config=Config(s3=style, retries={"mode": "standard", "max_attempts": 10}),
+                    config=Config(s3=style, retries={"mode": "standard", "total_max_attempts": max_tries}),
                 )
-            return self._clients[pid]
+            return self._clients[pid, max_tries]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_reopen, (self.settings, self._profile_to_reopen()))

@@ -58,12 +58,12 @@ def shard_state(names: Iterable[str], stale: Collection[int] = ()) -> ShardStatu
         stale: numbers of claims whose lane no longer beats.
     """
     numbers, failed_on = _numbers_by_kind(names)
-    claims, ended = numbers["claim"], numbers["release"] | set(failed_on)
-    latest, last_retry = max(claims, default=0), max(numbers["retry"], default=0)
+    unended = numbers["claim"] - numbers["release"] - set(failed_on)
+    latest, last_retry = max(numbers["claim"], default=0), max(numbers["retry"], default=0)
     failures = [n for n in failed_on if n > last_retry]
-    deaths = [n for n in claims - ended if n > last_retry and (n < latest or n in stale)]
+    deaths = [n for n in unended if n > last_retry and (n < latest or n in stale)]
     lanes = {failed_on[n] for n in failures}
-    held = latest in claims - ended
+    held = latest in unended
 
     if numbers["void"]:
         state = ShardState.VOID
@@ -76,6 +76,14 @@ def shard_state(names: Iterable[str], stale: Collection[int] = ()) -> ShardStatu
     else:
         state = ShardState.STALE if held else ShardState.WAITING
     return ShardStatus(state=state, claim=latest, num_failures=len(failures), num_deaths=len(deaths))
+
+
+def unended_claims(names: Iterable[str]) -> set[int]:
+    """Numbers of the claims of a shard without an outcome that were neither given back nor have failed."""
+    numbers, failed_on = _numbers_by_kind(names)
+    if numbers["outcome"] or numbers["void"]:
+        return set()
+    return numbers["claim"] - numbers["release"] - set(failed_on)
 
 
 def _numbers_by_kind(names: Iterable[str]) -> tuple[dict[str, set[int]], dict[int, str]]:

@@ -67,6 +67,17 @@ def check_store(store: Store) -> None:
     found.check()
 
 
+def probe(store: Store) -> None:
+    """Write and delete a small object, with little patience.
+
+    Raises:
+        StoreError: the store fails at it.
+    """
+    quick, path = store.with_retry(BRIEF), f"check/{secrets.token_hex(8)}"
+    quick.put(path, b"probe", durable=True)
+    quick.delete([path])
+
+
 def check_space(store: Store, num_bytes: int) -> None:
     """Refuse to begin what a folder's disk has no room for; the quota of a bucket can't be asked for.
 

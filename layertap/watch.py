@@ -117,6 +117,10 @@ class Watch:
         self._first, self._last = self._first or progress, progress
         return progress
 
+    def forget(self) -> None:
+        """Take no lane for silent because of what it could not write until now."""
+        self._watcher.forget()
+
     def work(self, bytes_per_token: int) -> Work:
         """What was computed between the first look and the last."""
         assert self._first is not None

@@ -16,7 +16,8 @@ class Watcher:
     """Looks at the shards of a plan: a claim that isn't seen to change for three beats is stale.
 
     Only changes count, never the time of day on another host. Between two looks at most one beat is counted:
-    whoever was suspended, or cut off from the store, has not seen that the others were silent.
+    whoever was suspended, or cut off from the store, has not seen that the others were silent. Nor has who
+    could look but not write: let it `forget`.
     """
 
     def __init__(
@@ -48,6 +49,10 @@ class Watcher:
             shard: shard_state(self.names.get(shard, ()), self._stale(shard, snapshot))
             for shard in range(self._num_shards)
         }
+
+    def forget(self) -> None:
+        """Count anew how long each claim has not changed."""
+        self._seen.clear()
 
     def _stale(self, shard: int, snapshot: Snapshot) -> list[int]:
         tag = snapshot.claim_tags.get(shard)

@@ -89,10 +89,12 @@ class ProgressBoard:
         self._progress = cast(UUID, create_progress_artifact(0.0, PROGRESS, "starting lanes"))
         self._shards = cast(UUID, create_table_artifact([], SHARDS, "no shard yet"))
         self._progress_due = self._shards_due = self._line_due = time.monotonic()
+        self._percent = 0.0
 
     def show(self, progress: RunProgress, *, last: bool = False) -> None:
         """Show `progress` unless the last update was a moment ago; the last one is always shown."""
         now = time.monotonic()
+        self._percent = progress.percent
         if last or now >= self._line_due:
             self._line_due = now + LINE_EVERY_S
             get_run_logger().info("%s; %s", progress, _counts(progress))
@@ -103,6 +105,17 @@ class ProgressBoard:
             if last or now >= self._shards_due:
                 self._shards_due = now + SHARDS_EVERY_S
                 _update_table(self._shards, progress.shards, f"{_counts(progress)}. {_which(progress)}")
+
+    def show_waiting(self, why: str) -> None:
+        """Show that the run waits, and what for, in the place of its progress."""
+        now = time.monotonic()
+        if now >= self._line_due:
+            self._line_due = now + LINE_EVERY_S
+            get_run_logger().warning("%s", why)
+        if now >= self._progress_due:
+            self._progress_due = now + PROGRESS_EVERY_S
+            with server_may_be_away():
+                update_progress_artifact(self._progress, self._percent, description=why)
 
 
 def _counts(progress: RunProgress) -> str:

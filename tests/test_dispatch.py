@@ -8,10 +8,19 @@ import pytest
 from prefect.client.schemas.objects import State, StateType
 
 from flows import dispatch
-from flows.dispatch import GONE_S, IDLE_S, SPARE_DEATHS, START_S, Lanes, LanesLostError
+from flows.dispatch import (
+    GONE_S,
+    IDLE_S,
+    SPARE_DEATHS,
+    START_S,
+    STORE_FAILED,
+    Lanes,
+    LanesLostError,
+)
 from layertap.watch import RunProgress
 
 RUNNING, PENDING = State(type=StateType.RUNNING), State(type=StateType.PENDING)
+BLAMES_STORE = State(type=StateType.FAILED, name=STORE_FAILED, message="no space left")
 CRASHED, COMPLETED = State(type=StateType.CRASHED, message="killed"), State(type=StateType.COMPLETED)
 
 
@@ -159,3 +168,38 @@ def test_lanes_that_completed_are_not_missed(clock: list[float]) -> None:
     lanes.becomes("lane-0", COMPLETED)
     lanes.tend(seen("lane-1", claimable=0))
     assert [lanes._names[k] for k in lanes._live()] == ["lane-1"]
+
+
+def test_lanes_that_blame_the_store_are_heard_before_others_are_sent_and_never_count_as_dead(
+    clock: list[float],
+) -> None:
+    lanes = OfflineLanes(1)
+    lanes.tend(seen())
+    lanes.tend(seen("lane-0"))
+    for number in range(20):
+        lanes.becomes(f"lane-{number}", BLAMES_STORE)
+        lanes.tend(seen())
+        assert lanes._live() == []
+        assert lanes.hear() == f"lane-{number} StoreFailed: no space left" and lanes.hear() == ""
+        assert lanes.excuse(is_true=False)[-1:] and lanes._num_dead() == 0
+        lanes.tend(seen())
+        assert len(lanes._live()) == 1
+
+
+@pytest.mark.parametrize("is_true", [False, True])
+def test_lanes_that_never_worked_are_believed_only_if_the_store_failed_here_too(
+    clock: list[float], is_true: bool
+) -> None:
+    lanes = OfflineLanes(2)
+    lanes.tend(seen())
+    for name in ("lane-0", "lane-1"):
+        lanes.becomes(name, BLAMES_STORE)
+    lanes.tend(seen())
+    assert lanes.hear().count("no space left") == 1
+    assert sorted(lanes.excuse(is_true=is_true)) == ["lane-0", "lane-1"]
+    if is_true:
+        lanes.tend(seen())
+        assert len(lanes._live()) == 2
+    else:
+        with pytest.raises(LanesLostError, match="no lane is left; .*StoreFailed: no space left"):
+            lanes.tend(seen())

@@ -24,7 +24,7 @@ from layertap.errors import (
 from layertap.lane import CANARY, Lane
 from layertap.lane_work import extract_in_threads, work_through
 from layertap.progress import SPENT_ON
-from layertap.shard_state import ShardState, shard_state
+from layertap.shard_state import ShardState, ShardStatus, shard_state
 from layertap.store import Store
 from layertap.target_files import TargetFiles
 from tests.models import saved, tiny_llama
@@ -145,12 +145,12 @@ def test_a_failure_is_recorded_and_the_shard_tried_again(
         def once_broken(claim: Any) -> Any:
             if claim.shard == 1 and not tries:
                 tries.append(claim.number)
-                raise StoreError("the store is away")
+                raise RuntimeError("a bug")
             return honest(claim)
 
         lane.extract = once_broken  # type: ignore[method-assign]
         report = extract_in_threads(lane)
-    assert report.failed == {1: "StoreError: the store is away"}
+    assert report.failed == {1: "RuntimeError: a bug"}
     failure = run.catalog.last_failure(plan_id, 1)
     assert failure["lane"] == "lane-0" and "once_broken" in failure["traceback"]
     assert run.catalog.outcome(plan_id, 1).claim == 2
@@ -277,20 +277,99 @@ def test_a_lane_that_hangs_dies_even_if_it_cannot_say_why(
     assert ends == ["killed"]
 
 
-def test_a_store_that_refuses_ends_the_lane_and_no_shard_is_blamed(
+def test_a_full_store_ends_the_lane_and_no_shard_is_charged_even_if_nothing_can_be_given_back(
+    run: Run, plan_id: str, folder_store: Store, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Store, path: str, data: Any, **_: Any) -> None:
+        raise StoreRefusedError("can't put: no space left")
+
+    with (
+        pytest.raises(StoreRefusedError, match="no space"),
+        monkeypatch.context() as patch,
+        opened(folder_store, plan_id, target, "full") as lane,
+    ):
+        honest = lane.extract
+
+        def extract(claim: Claim) -> Any:
+            patch.setattr(Store, "put", refused)
+            patch.setattr(Store, "create", refused)
+            return honest(claim)
+
+        lane.extract = extract  # type: ignore[method-assign]
+        extract_in_threads(lane)
+    held = [k for k, names in run.catalog.snapshot(plan_id).names.items() if "claim-1" in names]
+    assert held
+    taken_over = run.catalog.claim(plan_id, held[0], 2, lane="other", details={})
+    assert taken_over is not None
+    run.excuse(["full"])
+    run.catalog.release(taken_over)
+    assert {(s.state, s.num_failures, s.num_deaths) for s in _statuses(run, plan_id)} == {
+        (ShardState.WAITING, 0, 0)
+    }
+
+
+def _statuses(run: Run, plan_id: str) -> list[ShardStatus]:
+    return [shard_state(names) for names in run.catalog.snapshot(plan_id).names.values()]
+
+
+def test_a_shard_that_met_a_store_which_was_away_is_given_back_once_and_then_charged(
     run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
 ) -> None:
-    with opened(folder_store, plan_id, target, "l") as lane, pytest.raises(StoreRefusedError, match="quota"):
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        honest, num_tries = lane.extract, 0
 
-        def refused(path: str, data: Any, **_: Any) -> None:
-            raise StoreRefusedError("can't put: quota exceeded")
+        def twice_away(claim: Any) -> Any:
+            nonlocal num_tries
+            if claim.shard == 1 and (num_tries := num_tries + 1) <= 2:
+                raise StoreError("the store was away")
+            return honest(claim)
 
-        lane.extractor.store.put = refused  # type: ignore[method-assign]
-        try:
+        lane.extract = twice_away  # type: ignore[method-assign]
+        report = extract_in_threads(lane)
+    assert report.failed == {1: "StoreError: the store was away"}
+    names = run.catalog.snapshot(plan_id).names[1]
+    assert {"release-1", "fail-2.lane-0", "outcome"} <= {*names}
+
+
+def test_a_store_that_stays_away_ends_the_lane(
+    run: Run, plan_id: str, folder_store: Store, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any, **__: Any) -> None:
+        raise StoreError("can't put: the store is away")
+
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        lane.extract = away  # type: ignore[method-assign, assignment]
+        with monkeypatch.context() as patch, pytest.raises(StoreError, match="the store is away"):
+            patch.setattr("layertap.lane.probe", away)
             extract_in_threads(lane)
-        finally:
-            del lane.extractor.store.put  # type: ignore[attr-defined]
-    assert {(row["state"], row["failures"]) for row in run.watch().poll().shards} == {(ShardState.WAITING, 0)}
+    assert {(s.state, s.num_failures, s.num_deaths) for s in _statuses(run, plan_id)} == {
+        (ShardState.WAITING, 0, 0)
+    }
+
+
+def test_a_lane_whose_beats_do_not_get_through_takes_no_other_for_dead(
+    run: Run,
+    plan_id: str,
+    folder_store: Store,
+    target: str,
+    fast_beats: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lane_module, "CUT_OFF_S", 0.0)
+    assert run.catalog.claim(plan_id, 0, 1, lane="silent", details={})
+
+    def stuck(counter: int) -> None:
+        raise StoreError("can't put")
+
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        honest, lane._beat = lane._beat, stuck  # type: ignore[method-assign]
+        time.sleep(2 * lane_module.BEAT_S)
+        looks = [lane._poll()[0] for _ in range(8) if time.sleep(lane_module.BEAT_S / 2) is None]
+        assert set(looks) == {ShardState.CLAIMED}
+        lane._beat = honest  # type: ignore[method-assign]
+        assert lane.wait_for_work()
+        while lane._poll()[0] != ShardState.STALE:
+            time.sleep(lane_module.BEAT_S / 2)
 
 
 def test_a_device_that_yields_nan_for_everything_ends_its_lane_and_settles_no_row(

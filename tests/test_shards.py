@@ -16,7 +16,7 @@ from prefect.filesystems import LocalFileSystem, WritableFileSystem
 from prefect.testing.utilities import prefect_test_harness
 
 from layertap.catalog import Claim, Outcome
-from layertap.errors import ClaimLostError, StoreError
+from layertap.errors import ClaimLostError, IntegrityError, StoreError
 from layertap.lane import Lane
 from layertap.lane_log import LaneLog
 from layertap.progress import Clock
@@ -103,10 +103,10 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extract_shard, "retry_delay_seconds", 0.0)
 
 
-def test_a_store_error_gets_another_try_and_the_manifest_is_kept_as_json(
+def test_a_failure_gets_another_try_and_the_manifest_is_kept_as_json(
     storage: WritableFileSystem, tmp_path: Path
 ) -> None:
-    lane = FaultyLane(StoreError("503 SlowDown"))
+    lane = FaultyLane(IntegrityError("a row arrived damaged"))
     manifest = run(lane, storage, number=1)
     assert (manifest["shard"], manifest["attempt"], manifest["num_tokens"]) == (12, "a" * 32, 30)
     assert lane.task_run_name == "shard-00012"
@@ -114,6 +114,12 @@ def test_a_store_error_gets_another_try_and_the_manifest_is_kept_as_json(
     kept = tmp_path / "root" / "results" / "plan" / "00012.claim-1-t.json"
     assert 0 < kept.stat().st_size < 1024
     assert b'"jsonlib"' in kept.read_bytes()
+
+
+def test_what_the_store_has_tried_for_long_enough_is_not_tried_again(storage: WritableFileSystem) -> None:
+    lane = FaultyLane(StoreError("503 SlowDown"))
+    assert isinstance(run(lane, storage, number=6), StoreError)
+    assert lane.num_calls == 1
 
 
 def test_a_lost_claim_is_not_tried_again_and_keeps_its_type(storage: WritableFileSystem) -> None:

@@ -1,0 +1,103 @@
+"""A run waits for its store while that fails as a whole: it is away, refuses everybody, or is full.
+
+No shard and no lane is charged with it. The store is tried with longer and longer waits in between, and the
+run goes on when it answers; or ends, with the store's words, when nothing was committed for too long.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from layertap.errors import StoreError, StoreRefusedError, is_store_wide
+from layertap.progress import format_duration
+from layertap.store import Store
+from layertap.store_check import check_space, probe
+
+GIVE_UP_S = 3600.0
+"""Seconds from a store's first failure after which a run ends that has committed nothing since."""
+
+FIRST_WAIT_S = 5.0
+LONGEST_WAIT_S = 300.0
+"""Waits before the store is tried again; each is twice the last, until something is committed."""
+
+
+class StorePause:
+    """Whether a run waits for its store, and why.
+
+    Args:
+        store: the run's.
+        num_bytes: room that a folder's disk must have for the run to go on, such as a batch file's.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, store: Store, num_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._num_bytes = num_bytes
+        self._clock = clock
+        self._since_s: float | None = None
+        self._due_s = 0.0
+        self._wait_s = FIRST_WAIT_S
+        self._num_committed = 0
+        self.reason = ""
+        """Why the run waits; empty while it doesn't."""
+
+        self.was_seen = False
+        """Whether the store has failed in this process too, not only in lanes, since the pause began."""
+
+    def begin(self, reason: str) -> None:
+        """Wait, or wait on.
+
+        Raises:
+            StoreRefusedError: that has been going on for too long.
+        """
+        now_s = self._clock()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s - self._since_s > GIVE_UP_S:
+            raise StoreRefusedError(
+                f"{self._store.uri} has failed for {format_duration(now_s - self._since_s)}, and no shard "
+                f"was committed meanwhile: {reason}. What is committed stays: mend the store, then start the "
+                "same run again or press Retry"
+            )
+        self.reason = reason
+        self._due_s, self._wait_s = now_s + self._wait_s, min(2 * self._wait_s, LONGEST_WAIT_S)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Wait where the block meets an error of the store as a whole; it then ends early."""
+        try:
+            yield
+        except StoreError as error:
+            if not is_store_wide(error):
+                raise
+            self.was_seen = True
+            self.begin(str(error))
+
+    def is_over(self) -> bool:
+        """Try the store if it is time to; whether it answers.
+
+        Raises:
+            StoreError: it doesn't.
+        """
+        if self._clock() < self._due_s:
+            return False
+        self.probe()
+        self.reason = ""
+        return True
+
+    def probe(self) -> None:
+        """See whether the store answers, and whether a folder's disk has room.
+
+        Raises:
+            StoreError: it doesn't, or hasn't.
+        """
+        probe(self._store)
+        check_space(self._store, self._num_bytes)
+
+    def note_committed(self, num_shards: int) -> None:
+        """Take a commit for a sign that the store has come back for good."""
+        if num_shards > self._num_committed:
+            self._num_committed, self._since_s, self._wait_s = num_shards, None, FIRST_WAIT_S
+
+    def __str__(self) -> str:
+        waited_s = self._clock() - (self._clock() if self._since_s is None else self._since_s)
+        return f"waiting for the store for {format_duration(waited_s)} now: {self.reason}"
