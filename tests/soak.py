@@ -1,25 +1,30 @@
 """`make soak`: runs through a failing network, their lanes killed at random; every row must come out once.
 
 Lanes are processes on the library alone, without a scheduler, forked from a server that has torch imported:
-they start in a moment, and kills follow each other as fast. Beats come every three seconds. With `--workers`
-runs go through a real Prefect server instead, see soak_workers.
+they start in seconds, which is measured first, and kills are as far apart. Beats come every three seconds.
+With `--workers` runs go through a real Prefect server instead, see soak_workers.
 """
 
 import json
 import multiprocessing
 import os
 import random
+import re
+import secrets
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import layertap.lane
 import layertap.watch
@@ -44,8 +49,15 @@ LANES_END_S = 60.0
 MAX_STARTS = 6
 """Times the same run is started before its rows count as lost."""
 
-GAP_S = (3.0, 8.0)
-"""Seconds between two kills, drawn from between these: a lane starts in less than the first."""
+GAP_IN_STARTS = (1.0, 2.0)
+"""Time between two kills, drawn from between these, in times that a lane takes to its first claim."""
+
+NUM_STARTS_MEASURED = 3
+
+MARK = "LAYERTAP_SOAK"
+"""In the environment of everything that a soak starts."""
+
+KEPT = re.compile("multiprocessing.(forkserver|resource_tracker)")
 
 
 def lane_process(uri: str, plan_id: str, run: str, target: str, name: str) -> None:
@@ -61,11 +73,12 @@ def lane_process(uri: str, plan_id: str, run: str, target: str, name: str) -> No
 class Soak:
     """One run and what was done to it."""
 
-    number: int
+    name: str
     settings: RunSettings
     uri: str
     num_lanes: int
     num_kills: int
+    gap_s: tuple[float, float]
     draw: random.Random
     lanes: list[BaseProcess] = field(default_factory=list)
     num_killed: int = 0
@@ -87,7 +100,7 @@ class Soak:
 
     def _work(self, run: Run, watch: Watch) -> None:
         assert run.plan is not None
-        self.kill_due = time.monotonic() + self.draw.uniform(*GAP_S)
+        self._plan_kill()
         while not watch.poll().finished:
             self.lanes = [lane for lane in self.lanes if lane.is_alive()]
             while len(self.lanes) < self.num_lanes:
@@ -95,12 +108,29 @@ class Soak:
             if self.num_killed < self.num_kills and time.monotonic() > self.kill_due:
                 self.draw.choice(self.lanes).kill()
                 self.num_killed += 1
-                self.kill_due = time.monotonic() + self.draw.uniform(*GAP_S)
+                self._plan_kill()
             time.sleep(0.3)
         deadline = time.monotonic() + LANES_END_S
         for lane in self.lanes:
             lane.join(max(0.0, deadline - time.monotonic()))
             assert not lane.is_alive(), f"{lane.name} doesn't end though no work is left"
+
+    def _plan_kill(self) -> None:
+        self.kill_due = time.monotonic() + self.draw.uniform(*self.gap_s)
+
+    def seconds_to_first_claim(self) -> float:
+        """How long a lane of this run takes from its start to its first claim; it is killed then."""
+        run = Run.prepare(Store.open(self.uri), self.settings)
+        assert run.plan is not None
+        begun = time.monotonic()
+        self._start(run, run.plan.plan_id)
+        while not any(
+            ".claim-" in name for name in run.catalog.store.names(f"plans/{run.plan.plan_id}/state")
+        ):
+            assert self.lanes[0].is_alive(), "the lane ended before it claimed anything"
+            time.sleep(0.05)
+        self.lanes[0].kill()
+        return time.monotonic() - begun
 
     def _start(self, run: Run, plan_id: str) -> None:
         name = f"lane-{self.num_started}"
@@ -148,9 +178,25 @@ def main() -> None:
     options = parser.parse_args()
     part = options.share / 20
     faults = Faults(slow_down=8 * part, cut_upload=4 * part, lost_reply=4 * part, cut_reply=4 * part)
+    os.environ[MARK] = secrets.token_hex(8)
     with tempfile.TemporaryDirectory() as folder:
         soak = through_workers if options.workers else through_the_library
         soak(options, Path(folder), faults)
+    left = processes_left()
+    print(json.dumps({"processes left": len(left)}))
+    assert not left, left
+
+
+def processes_left() -> list[str]:
+    """What still runs of all that was started, but for the two processes that multiprocessing keeps."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            is_mine = process.environ().get(MARK) == os.environ[MARK] and process.pid != os.getpid()
+            if is_mine and process.status() != psutil.STATUS_ZOMBIE and not KEPT.search(command):
+                found.append(f"{process.pid}: {command}")
+    return found
 
 
 def through_the_library(options: Any, folder: Path, faults: Faults) -> None:
@@ -165,48 +211,80 @@ def through_the_library(options: Any, folder: Path, faults: Faults) -> None:
                 proxy.faults = Faults()
                 print(json.dumps(slow_store(folder, server, proxy)))
             else:
-                go(options, folder, server, proxy, Soak)
+                go(options, folder, server, proxy, Soak, gap_s=None)
     finally:
         server.stop()
 
 
 def through_workers(options: Any, folder: Path, faults: Faults) -> None:
     """Runs through a Prefect server and its workers."""
-    from tests.soak_workers import WorkersSoak, running_stack, use_proxy
+    from tests.soak_workers import GAP_S, WorkersSoak, running_stack, use_proxy
 
     with (
         running_stack(folder, options.lanes) as (stack, server),
         Proxy(server.ports.s3, faults, seed=options.seed).running() as proxy,
     ):
         use_proxy(stack, server, proxy)
-        go(options, folder, server, proxy, partial(WorkersSoak, stack=stack))
+        go(options, folder, server, proxy, partial(WorkersSoak, stack=stack), gap_s=GAP_S)
 
 
-def go(options: Any, folder: Path, server: ObjectServer, proxy: Proxy, make: Callable[..., "Soak"]) -> None:
-    """All runs; a line of JSON for each."""
+def go(
+    options: Any,
+    folder: Path,
+    server: ObjectServer,
+    proxy: Proxy,
+    make: Callable[..., "Soak"],
+    *,
+    gap_s: tuple[float, float] | None,
+) -> None:
+    """All runs; a line of JSON for each, and one for all together.
+
+    Args:
+        gap_s: seconds between two kills at least and at most; None has them follow from a lane's start.
+    """
     model = tiny_llama()
     rows = some_rows(options.rows)
     settings = settings_for(save_rows(rows, folder / "rows"), saved(model, folder / "target"))
+
+    def made(name: str, gap_s: tuple[float, float]) -> Soak:
+        draw = random.Random(f"{options.seed} {name}")
+        return make(name, settings, f"s3://{BUCKET}/{name}", options.lanes, options.kills, gap_s, draw)
+
+    if gap_s is None:
+        starts = [made(f"start-{k}", (0, 0)).seconds_to_first_claim() for k in range(NUM_STARTS_MEASURED)]
+        start_s = sorted(starts)[NUM_STARTS_MEASURED // 2]
+        gap_s = (GAP_IN_STARTS[0] * start_s, GAP_IN_STARTS[1] * start_s)
+        print(json.dumps({"seconds to a lane's first claim": round(start_s, 1)}))
+    print(json.dumps({"seconds between kills": [round(s, 1) for s in gap_s]}), flush=True)
+    lines = []
     for number in range(options.runs):
-        before, start = proxy.counts.copy(), time.monotonic()
-        draw = random.Random(options.seed * 1000 + number)
-        run = make(number, settings, f"s3://{BUCKET}/run-{number}", options.lanes, options.kills, draw)
-        run.go()
-        elapsed_s = time.monotonic() - start
-        done = proxy.counts - before
-        direct = Store.s3(server.settings(BUCKET, prefix=f"run-{number}"), server.session())
-        line = {
-            "run": number,
-            "seconds": round(elapsed_s),
-            "kills": run.num_killed,
-            "lanes started": run.num_started,
-            "starts": run.num_starts,
-            "requests": done["requests"],
-            "failed": sum(done.values()) - done["requests"],
-            **run.check(direct, rows, model),
-            "processes left": run.num_left(),
-        }
-        print(json.dumps(line), flush=True)
+        lines.append(go_once(made(f"run-{number}", gap_s), server, proxy, rows, model))
+        print(json.dumps(lines[-1]), flush=True)
+        assert not lines[-1]["processes left"]
+    summed = ("seconds", "kills", "requests", "faults")
+    print(json.dumps({"runs": len(lines), **{name: sum(line[name] for line in lines) for name in summed}}))
+
+
+def go_once(
+    run: Soak, server: ObjectServer, proxy: Proxy, rows: list[dict[str, Any]], model: Any
+) -> dict[str, Any]:
+    """One run, and what it came to."""
+    before, start = proxy.counts.copy(), time.monotonic()
+    run.go()
+    elapsed_s = time.monotonic() - start
+    done = proxy.counts - before
+    direct = Store.s3(server.settings(BUCKET, prefix=run.name), server.session())
+    return {
+        "run": run.name,
+        "seconds": round(elapsed_s),
+        "kills": run.num_killed,
+        "lanes started": run.num_started,
+        "starts": run.num_starts,
+        "requests": done["requests"],
+        "faults": sum(done.values()) - done["requests"],
+        **run.check(direct, rows, model),
+        "processes left": run.num_left(),
+    }
 
 
 if __name__ == "__main__":

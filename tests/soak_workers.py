@@ -1,8 +1,8 @@
 """Runs of the soak through a real Prefect server: its lanes, and their workers, are killed at random.
 
 A worker that is killed takes its lane with it and is started again by its supervisor. If it was that of the
-coordinators, the run is started again, as a user would. A lane needs half a minute to start, so kills are as
-far apart.
+coordinators, the run is started again, as a user would. A lane needs half a minute to start, so kills are at
+least as far apart.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ from tests.proxy import Proxy
 from tests.soak import MAX_STARTS, Soak
 from tests.system.stacks import RealStack, free_ports, layertap, start, wait_for
 
-GAP_S = (20.0, 40.0)
+GAP_S = (30.0, 45.0)
 """Seconds between two kills, drawn from between these."""
 
 RUN_S = 900.0
@@ -76,19 +76,15 @@ class WorkersSoak(Soak):
         with suppress(AssertionError):
             wait_for(lambda: not self.num_left(), LANES_END_S)
         assert self.stack is not None
-        self.num_started = len(self.stack.runs_of("extraction_lane", self._root))
+        self.num_started = len(self.stack.runs_of("extraction_lane", self.name))
 
     def num_left(self) -> int:
         """Lanes that live though their run is over."""
         return len(self._engines("lanes"))
 
-    @property
-    def _root(self) -> str:
-        return f"run-{self.number}"
-
     def _run_once(self) -> bool:
         assert self.stack is not None
-        options = self.stack.run_options(self.settings.dataset, self.settings.target, self._root)
+        options = self.stack.run_options(self.settings.dataset, self.settings.target, self.name)
         options[options.index("--lanes") + 1] = str(self.num_lanes)
         run = start(options)
         self._plan_kill()
@@ -97,14 +93,11 @@ class WorkersSoak(Soak):
             if self.num_killed < self.num_kills and time.monotonic() > self.kill_due:
                 self._kill_one()
                 self._plan_kill()
-            assert time.monotonic() < deadline, f"{self._root} doesn't end"
+            assert time.monotonic() < deadline, f"{self.name} doesn't end"
             time.sleep(0.5)
         if run.returncode and run.stdout:
-            print(f"{self._root}, start {self.num_starts}: {run.stdout.read()[-1000:]}", file=sys.stderr)
+            print(f"{self.name}, start {self.num_starts}: {run.stdout.read()[-1000:]}", file=sys.stderr)
         return run.returncode == 0
-
-    def _plan_kill(self) -> None:
-        self.kill_due = time.monotonic() + self.draw.uniform(*GAP_S)
 
     def _kill_one(self) -> None:
         """Kill a lane, a lane's worker, or now and then the worker of the coordinators."""
