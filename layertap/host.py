@@ -3,15 +3,17 @@
 import fcntl
 import os
 import socket
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 import torch
 
 from layertap.errors import DeviceError
+
+LOCKS = Path("/tmp")
+"""Where GPUs' locks lie: the same for all users and whatever TMPDIR says, or two lanes could share a GPU."""
 
 
 def host_name() -> str:
@@ -59,7 +61,7 @@ def own_device(device: torch.device) -> Iterator[None]:
         yield
         return
     uuid = torch.cuda.get_device_properties(device).uuid
-    path = Path(tempfile.gettempdir()) / f"layertap-gpu-{uuid}.lock"
+    path = LOCKS / f"layertap-gpu-{uuid}.lock"
     with _opened(path) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,10 +74,12 @@ def own_device(device: torch.device) -> Iterator[None]:
 
 
 def _opened(path: Path) -> TextIO:
-    """A lock file, for reading: that of another user will do."""
+    """A lock file, for reading: that of another user will do, and everybody can open ours."""
     try:
-        if not path.exists():
-            path.touch()
+        with suppress(FileExistsError):
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL, 0o644)
+            os.fchmod(descriptor, 0o644)  # whatever the umask
+            os.close(descriptor)
         return path.open()
     except OSError as error:
         raise DeviceError(

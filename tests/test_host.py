@@ -1,15 +1,20 @@
 """A lane has its device alone."""
 
+import os
 import subprocess
 import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from layertap.errors import DeviceError
-from layertap.host import find_device, own_device
+from layertap.host import LOCKS, find_device, own_device
+
+GPU = torch.device("cuda")
 
 
 def test_two_visible_gpus_are_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,40 +33,46 @@ def test_without_a_gpu_the_lane_runs_on_the_cpu() -> None:
     assert find_device() == torch.device("cpu")
 
 
-def test_a_lock_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    properties = SimpleNamespace(uuid="test-uuid", name="Fake")
+@pytest.fixture
+def lock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The lock of a GPU that isn't there."""
+    properties = SimpleNamespace(uuid=f"test-{uuid.uuid4()}", name="Fake")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    (tmp_path / "layertap-gpu-test-uuid.lock").mkdir()
-    with pytest.raises(DeviceError, match="layertap-gpu-test-uuid.lock of this GPU can't be opened"):
-        own_device(torch.device("cuda")).__enter__()
+    path = LOCKS / f"layertap-gpu-{properties.uuid}.lock"
+    yield path
+    path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def test_a_lock_that_cannot_be_opened_is_named(lock: Path) -> None:
+    lock.mkdir()
+    with pytest.raises(DeviceError, match=f"{lock.name} of this GPU can't be opened"):
+        own_device(GPU).__enter__()
 
 
 HOLD = """
-import sys, time, tempfile, torch
+import os, sys, time, torch
 from types import SimpleNamespace
 from layertap.host import own_device
 
-tempfile.tempdir = sys.argv[1]
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="test-uuid", name="Fake")
+os.umask(0o077)
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=sys.argv[1], name="Fake")
 with own_device(torch.device("cuda")):
     print("held", flush=True)
     time.sleep(60)
 """
 
 
-def test_a_gpu_is_held_by_one_process_and_let_go_when_it_dies(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+def test_a_gpu_is_held_by_one_process_whatever_its_user_and_tmpdir_and_let_go_when_it_dies(
+    lock: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    properties = SimpleNamespace(uuid="test-uuid", name="Fake")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    gpu = torch.device("cuda")
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+    command = [sys.executable, "-c", HOLD, lock.stem.removeprefix("layertap-gpu-")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        with pytest.raises(DeviceError, match="another process holds Fake"), own_device(gpu):
+        assert lock.stat().st_mode & 0o777 == 0o644
+        with pytest.raises(DeviceError, match="another process holds Fake"), own_device(GPU):
             pass
         holder.kill()
         holder.wait()
-    with own_device(gpu):
+    with own_device(GPU):
         pass

@@ -48,7 +48,7 @@ def check(folder_store: Store, tmp_path: Path, target: str) -> Callable[..., tor
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A GPU with as much free memory as it says."""
     fake = SimpleNamespace(uuid="test", name="Fake", free=80 * GIB)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("layertap.host.LOCKS", tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: fake)
