@@ -1,10 +1,12 @@
 """What dead writers left goes, what counts or may come to count stays; nothing goes unless told so."""
 
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from click.testing import CliRunner
 from layertap.catalog import Catalog
 from layertap.cli import main
 from layertap.dataset import Scan, TokenDataset
+from layertap.errors import CatalogError, IntegrityError
 from layertap.fidelity import Fidelity
 from layertap.fidelity import record as record_check
 from layertap.garbage import find_garbage, old_versions
@@ -239,15 +242,15 @@ def test_versions_may_be_pruned_while_somebody_reads_them(
     catalog, first, second = one_of_two_published(folder_store, tmp_path)
     publish(catalog, *second, parent=1)
     record_check(folder_store, Fidelity(**{**CHECK, "version": 1}))
-    num_requests, seen = 0, set()
-    while True:
-        store = Store.folder(shutil.copytree(tmp_path / "root", tmp_path / f"copy-{num_requests}"))
+    seen = set()
+    for num_requests in count():
+        copy = shutil.copytree(tmp_path / "root", tmp_path / f"copy-{num_requests}")
+        store = Store.folder(copy)
         reader = Actor(work, store, requests=("list", "get"))
         reader.go_on(num_requests)
         if reader.ended:
             break
-        num_requests += 1
-        old_versions(Store.folder(tmp_path / f"copy-{num_requests - 1}"), num_kept=1).delete()
+        old_versions(Store.folder(copy), num_kept=1).delete()
         reader.go_on(1000)
         assert [info.path for info in store.list("versions")][0] == "versions/2.json"
         if work is verify_root:
@@ -255,6 +258,53 @@ def test_versions_may_be_pruned_while_somebody_reads_them(
             seen.add(str(reader.result).partition("; ")[2])
     assert num_requests > 5
     assert seen == ({"", "version 1 was pruned meanwhile"} if work is verify_root else set())
+
+
+def withdraw_what_is_not_in_version_1(store: Store) -> None:
+    catalog = Catalog(store)
+    named = {name.split("/")[1] for name in Versions(store).files(1) or ()}
+    (plan_id,) = set(catalog.plans()) - named
+    for shard in catalog.committed(plan_id):
+        catalog.void(plan_id, shard, reason="a test")
+
+
+def test_gc_takes_nothing_of_what_is_published_meanwhile(folder_store: Store, tmp_path: Path) -> None:
+    """Whatever it has looked at before shards are published and then withdrawn."""
+    _, _, second = one_of_two_published(folder_store, tmp_path)
+    for num_requests in count():
+        copy = shutil.copytree(tmp_path / "root", tmp_path / f"copy-{num_requests}")
+        collector = Actor(lambda store: find_garbage(store, older_than=NOW).delete(), Store.folder(copy))
+        collector.go_on(num_requests)
+        if collector.ended:
+            break
+        other = Store.folder(copy)
+        publish(Catalog(other), *second, parent=1)
+        withdraw_what_is_not_in_version_1(other)
+        collector.go_on(1000)
+        assert all(map(other.exists, Versions(other).files(2) or ()))
+    assert num_requests > 5
+
+
+def test_who_publishes_is_refused_what_gc_has_taken_meanwhile(folder_store: Store, tmp_path: Path) -> None:
+    _, _, second = one_of_two_published(folder_store, tmp_path)
+    refusals = list[str]()
+    for num_requests in count():
+        copy = shutil.copytree(tmp_path / "root", tmp_path / f"copy-{num_requests}")
+        publisher = Actor(lambda store: publish(Catalog(store), *second, parent=1), Store.folder(copy))
+        publisher.go_on(num_requests)
+        if publisher.ended:
+            break
+        other = Store.folder(copy)
+        withdraw_what_is_not_in_version_1(other)
+        find_garbage(other, older_than=NOW).delete()
+        try:
+            publisher.go_on(1000)
+        except (CatalogError, IntegrityError) as error:  # the latter when it was about to read what is gone
+            refusals.append(str(error))
+        else:
+            assert all(map(other.exists, Versions(other).files(2) or ()))
+    assert all("start the run again" in refusal for refusal in refusals)
+    assert re.match(r"shard 0 of plan \w+ was withdrawn while a version was made of it", refusals[-1])
 
 
 def test_checks_of_a_version_go_with_it(store: Store, tmp_path: Path) -> None:
