@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -163,11 +163,17 @@ def raw_files(states: HiddenStates) -> int:
     return num_bytes
 
 
-def raw_into_memory(states: HiddenStates) -> int:
-    """The batch files in pieces, by as many threads as the stream has, into memory of two windows in turn."""
+@cache
+def _buffers() -> SimpleQueue[bytearray]:
     buffers = SimpleQueue[bytearray]()
     for _ in range(2 * WINDOW // PIECE):
         buffers.put(bytearray(PIECE))
+    return buffers
+
+
+def raw_into_memory(states: HiddenStates) -> int:
+    """The batch files in pieces, by as many threads as the stream has, into memory of two windows in turn."""
+    buffers = _buffers()
 
     def read(path: Path, offset: int) -> int:
         buffer = buffers.get()
