@@ -14,7 +14,7 @@ Shapes: B rows, T tokens, L layers, H hidden size.
 
 import argparse
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,22 +196,20 @@ def loss_of(drafter: Drafter, batch: Batch) -> Tensor:
     return loss + F.mse_loss(states[known], features[:, 1:-1][known]) if drafter.num_layers else loss
 
 
-def batches(rows: Rows, settings: Settings, device: torch.device) -> Generator[Batch, None, None]:
-    """Shuffled epochs without end; the same seed gives the same rows in the same order."""
+def batches(rows: Rows, settings: Settings, device: torch.device) -> Iterator[Batch]:
+    """A batch for each step, in shuffled epochs; the same seed gives the same rows in the same order."""
+    order, num_windows = torch.Generator().manual_seed(settings.seed), settings.steps * settings.rows
     loader = DataLoader(
         rows,
         batch_size=settings.rows,
-        sampler=RandomSampler(rows, generator=torch.Generator().manual_seed(settings.seed)),
-        drop_last=True,
+        sampler=RandomSampler(rows, num_samples=num_windows, generator=order),
         collate_fn=collate,
         num_workers=settings.workers,
         multiprocessing_context="spawn" if settings.workers else None,
-        persistent_workers=settings.workers > 0,
         pin_memory=device.type == "cuda",
     )
-    while True:
-        for batch in loader:
-            yield {name: values.to(device, non_blocking=True) for name, values in batch.items()}
+    for batch in loader:
+        yield {name: values.to(device, non_blocking=True) for name, values in batch.items()}
 
 
 def train(drafter: Drafter, rows: Rows, settings: Settings) -> Report:
@@ -221,7 +219,10 @@ def train(drafter: Drafter, rows: Rows, settings: Settings) -> Report:
     schedule = OneCycleLR(optimizer, rate, settings.steps, pct_start=0.1, cycle_momentum=False)
     source = batches(rows, settings, drafter.target.device)
     batch, started = next(source), time.perf_counter()  # the first one starts the workers
-    for _ in range(settings.steps):
+    for step in range(settings.steps):
+        before = time.perf_counter()
+        batch = next(source) if step else batch
+        waited_s += time.perf_counter() - before
         with torch.autocast(drafter.target.device.type, torch.bfloat16, enabled=settings.bf16):
             loss = loss_of(drafter, batch)
         optimizer.zero_grad()
@@ -230,11 +231,8 @@ def train(drafter: Drafter, rows: Rows, settings: Settings) -> Report:
         optimizer.step()
         schedule.step()
         losses.append(loss.detach())  # a GPU is not waited for
-        before = time.perf_counter()
-        batch = next(source)
-        waited_s += time.perf_counter() - before
     values, elapsed_s = torch.stack(losses).tolist(), time.perf_counter() - started
-    source.close()  # ends the workers
+    next(source, None)  # ends the workers
     return Report(losses=values, elapsed_s=elapsed_s, wait_share=waited_s / elapsed_s)
 
 
