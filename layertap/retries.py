@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from obstore.exceptions import BaseError
 
 from layertap.errors import StoreError
-from layertap.store_errors import EXPIRED_CODES
+from layertap.store_errors import EXPIRED_CODES, UNEXPLAINED
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
@@ -48,19 +48,20 @@ def patiently(operation: Callable[[], _T], at_most: timedelta, *, renew: Callabl
     Args:
         operation: what is done.
         at_most: no try begins later than this.
-        renew: called before the next try where the credentials have expired.
+        renew: called before the next try where the credentials have expired; and once where they may have.
     """
-    deadline = time.monotonic() + at_most.total_seconds()
+    deadline, unasked = time.monotonic() + at_most.total_seconds(), True
     for wait_s in WAITS_S:
         try:
             return operation()
         except (BaseError, FileNotFoundError, StoreError) as error:
             expired = any(f"<Code>{code}</Code>" in str(error) for code in EXPIRED_CODES)
+            may_be = unasked and UNEXPLAINED.search(str(error)) is not None
             passes = type(error) is StoreError or any(text in str(error) for text in ENDS_EARLY)
-            ends_early = expired or passes
-            if not ends_early or time.monotonic() > deadline:
+            if not (expired or may_be or passes) or time.monotonic() > deadline:
                 raise
-            if expired:
+            if expired or may_be:
                 renew()
+                unasked = False
         time.sleep(random.uniform(0, wait_s))
     return operation()

@@ -250,7 +250,7 @@ class Store:
             NotFoundError: there is no such object.
         """
         with self._mapped("head", path):
-            meta = self._objects.head(path)
+            meta = self._patiently(lambda: self._objects.head(path))
         return _info({**meta, "path": path})
 
     def exists(self, path: str) -> bool:

@@ -13,6 +13,10 @@ from obstore import exceptions as obstore_errors
 from layertap.errors import AlreadyExistsError, NotFoundError, StoreError, StoreRefusedError
 
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "RequestExpired"}
+
+UNEXPLAINED = re.compile(r"status code: 40[013] [\w ]+: *\n|An error occurred \(40[013]\)")
+"""A refusal without a body, as of a HEAD: it doesn't say whether the credentials have expired."""
+
 REFUSED_CODES = {
     "403",
     "AccessDenied",

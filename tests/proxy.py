@@ -54,7 +54,10 @@ class Faults:
     """The first that matches it is never answered, nor seen by the server."""
 
     expired_keys: set[str] = field(default_factory=set)
-    """Access keys answered with ExpiredToken."""
+    """Access keys answered with ExpiredToken, which the answer to a HEAD has no body to say."""
+
+    expired_status: int = 400
+    """HTTP status of that answer."""
 
     flip_upload: float = 0.0
     """A bit of the request's body is flipped on its way."""
@@ -151,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.proxy.count(fault)
             return self._refuse(503, "SlowDown")
         if key in faults.expired_keys:
-            return self._refuse(400, "ExpiredToken")
+            return self._refuse(faults.expired_status, "ExpiredToken")
         if self._is_one_of(faults.forbidden):
             return self._refuse(403, "AccessDenied")
         if self._is_one_of(faults.unanswered) and not self.proxy.holds_one.is_set():

@@ -268,28 +268,82 @@ def test_checksum_headers_can_be_left_out(opened: Callable[..., Store], proxy: P
     check_store(opened(checksums=False))
 
 
-def test_expired_credentials_are_asked_for_again_before_a_put_fails(
-    object_server: ObjectServer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@dataclasses.dataclass
+class Renewable:
+    """A store with keys that the proxy takes for expired until they are asked for again."""
+
+    store: Store
+    key: str
+    num_asked: int = 0
+
+
+@pytest.fixture
+def renewable(object_server: ObjectServer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Renewable:
     settings = object_server.settings(BUCKET, prefix=f"root-{uuid.uuid4().hex[:8]}")
     settings = dataclasses.replace(settings, endpoint_url=proxy.endpoint_url)
     session = object_server.session()
     keys = session.get_credentials()
-    store = Store(Bucket(settings, session), QUICK)  # type: ignore[arg-type]
-    store.put("data/a", b"0")
-    frozen, asked = keys.get_frozen_credentials, []
+    found = Renewable(Store(Bucket(settings, session), QUICK), keys.access_key)  # type: ignore[arg-type]
+    found.store.put("data/a", b"0")
+    frozen = keys.get_frozen_credentials
 
     def renewed() -> object:
-        asked.append(True)
+        found.num_asked += 1
         proxy.faults.expired_keys = set()
         return frozen()
 
     monkeypatch.setattr(keys, "get_frozen_credentials", renewed)
+    return found
+
+
+def test_expired_credentials_are_asked_for_again_before_a_put_fails(
+    renewable: Renewable, proxy: Proxy
+) -> None:
     for path, body in (("data/a", b"small"), ("data/b", secrets.token_bytes(PART_BYTES + 1))):
-        proxy.faults.expired_keys = {keys.access_key}
-        store.put(path, body)
-        assert store.get(path) == body
-    assert len(asked) == 2
+        proxy.faults.expired_keys = {renewable.key}
+        renewable.store.put(path, body)
+        assert renewable.store.get(path) == body
+    assert renewable.num_asked == 2
+
+
+@pytest.mark.parametrize("status", [400, 403])
+def test_credentials_are_asked_for_again_where_an_answer_has_no_body_to_say_that_they_expired(
+    renewable: Renewable, proxy: Proxy, status: int
+) -> None:
+    proxy.faults.expired_status = status
+    for path, is_there in (("data/a", True), ("data/b", False)):
+        proxy.faults.expired_keys = {renewable.key}
+        assert renewable.store.exists(path) == is_there
+    assert renewable.num_asked == 2
+
+
+class Once(set[str]):
+    """Holds its items until somebody has found one."""
+
+    def __contains__(self, item: object) -> bool:
+        found = super().__contains__(item)
+        self.clear()
+        return found
+
+
+@pytest.mark.parametrize("status", [400, 403])
+def test_keys_that_expire_between_a_put_and_its_confirmation_cost_nothing(
+    object_server: ObjectServer, opened: Callable[..., Store], proxy: Proxy, status: int
+) -> None:
+    store, expired = opened(), Once({object_server.session().get_credentials().access_key})
+    proxy.faults.expired_status = status
+    proxy.faults.on_stored = lambda _: setattr(proxy.faults, "expired_keys", expired)
+    store.put("data/a", b"small", durable=True)
+    assert not expired
+
+
+def test_a_head_that_is_forbidden_is_refused_after_one_more_try(
+    opened: Callable[..., Store], proxy: Proxy
+) -> None:
+    store, proxy.faults.forbidden = opened(), re.compile("HEAD")
+    with pytest.raises(StoreRefusedError, match="can't head .*403 Forbidden"):
+        store.head("data/a")
+    assert proxy.counts["requests"] == 2
 
 
 def test_credentials_that_stay_expired_are_worth_another_try_later(
