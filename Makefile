@@ -23,7 +23,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test system debian contracts check fix example bench soak clean help
+.PHONY: demo test system contracts check fix example bench soak clean help
 
 help:  ## say what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -35,11 +35,8 @@ test: $(READY) $(OLDEST)/.ready  ## the tests, and those of the engine again on 
 	$(BIN)/python -m pytest -m "not debian and not long"
 	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest tests/test_target.py tests/test_extract.py
 
-system: $(READY)  ## all tests with a real server, store and workers, also those that `test` leaves out
-	$(BIN)/python -m pytest -m system
-
-debian: $(READY)  ## of these, those that need Debian's postgresql and chromium
-	$(BIN)/python -m pytest -m debian
+system: $(READY)  ## the tests that `test` leaves out: on Debian's postgresql and chromium, and the longest ones
+	$(BIN)/python -m pytest -m "debian or long"
 
 contracts: $(TRAINERS:%=$(CONTRACTS)/%/.ready)  ## trainers' own readers and losses, in their released packages, on our roots and files
 	rm -rf $(CONTRACTS)/roots

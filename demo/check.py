@@ -113,7 +113,7 @@ def check_epoch(dataset: HiddenStates) -> str:
         shuffle=True,
         collate_fn=collate,
         num_workers=2,
-        multiprocessing_context="spawn",
+        multiprocessing_context="forkserver",
     )
     seen: list[int] = []
     num_supervised = 0

@@ -205,7 +205,7 @@ def batches(rows: Rows, settings: Settings, device: torch.device) -> Iterator[Ba
         sampler=RandomSampler(rows, num_samples=num_windows, generator=order),
         collate_fn=collate,
         num_workers=settings.workers,
-        multiprocessing_context="spawn" if settings.workers else None,
+        multiprocessing_context="forkserver" if settings.workers else None,  # spawned ones abort at their end
         pin_memory=device.type == "cuda",
     )
     for batch in loader:

@@ -46,8 +46,8 @@ class HiddenStates(Dataset[Row]):
     row is checked against its CRC64NVME and its tokens, and fetched once more if it fails.
 
     Rows differ in length, so a DataLoader needs `batch_size=None` or a `collate_fn`, such as
-    `layertap.collate.pack`. Workers may be spawned or forked; Python itself may hang where a process with
-    busy threads forks, so spawn them there. For training, `stream` shuffles and reads faster.
+    `layertap.collate.pack`. Workers may be of any start method; Python itself may hang where a process with
+    busy threads forks, so take `forkserver` there. For training, `stream` shuffles and reads faster.
 
     Args:
         store: the root: a path, `s3://bucket/prefix`, or a Store.
