@@ -216,7 +216,8 @@ def train(drafter: Drafter, rows: Rows, settings: Settings) -> Report:
     """Train a drafter in place."""
     losses, waited_s, rate = list[Tensor](), 0.0, settings.learning_rate
     optimizer = torch.optim.AdamW(drafter.parameters(), rate, betas=(0.9, 0.95), fused=True)
-    schedule = OneCycleLR(optimizer, rate, settings.steps, pct_start=0.1, cycle_momentum=False)
+    rising = max(0.1, 1.5 / max(2, settings.steps))  # of the steps; a tenth of ten would be none
+    schedule = OneCycleLR(optimizer, rate, settings.steps, pct_start=rising, cycle_momentum=False)
     source = batches(rows, settings, drafter.target.device)
     batch, started = next(source), time.perf_counter()  # the first one starts the workers
     for step in range(settings.steps):
