@@ -6,11 +6,12 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from layertap.errors import InputError
+from layertap.errors import InputError, LayertapError
 
 PREFECT_FILE = Path(__file__).with_name("prefect.yaml")
 
@@ -21,6 +22,10 @@ POOLS = {
     CONTROL_POOL: "Coordinators of extractions and preparations: no GPU, but the datasets",
     LANE_POOL: "Lanes: one worker a GPU, one flow run a worker (start them with `layertap workers`)",
 }
+
+
+class NoServerError(LayertapError):
+    """Prefect's server doesn't answer, or not as it should."""
 
 
 def require_server() -> None:
@@ -34,6 +39,30 @@ def require_server() -> None:
 
     if not get_current_settings().api.url:
         raise InputError("no Prefect server: start one with `layertap up`, or set PREFECT_API_URL")
+
+
+@contextmanager
+def server_answers() -> Iterator[None]:
+    """Say in one line that Prefect's server doesn't do what it is asked.
+
+    Raises:
+        NoServerError: it doesn't answer, or with an error.
+    """
+    import httpx
+    from prefect.exceptions import PrefectHTTPStatusError
+    from prefect.settings import get_current_settings
+
+    server = f"Prefect's server at {get_current_settings().api.url}"
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise NoServerError(
+            f"{server} doesn't answer ({error}): is it up? `layertap up` starts the embedded one"
+        ) from error
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code == httpx.codes.UNAUTHORIZED:
+            raise NoServerError(f"{server} wants another password: set PREFECT_API_AUTH_STRING") from error
+        raise NoServerError(f"{server} refuses: {error}") from error
 
 
 def make_pools() -> None:

@@ -134,13 +134,20 @@ def notify(root: str, storage: str, state: Path) -> None:
     ROOT is the folder under the storage block. To say it twice, or for nothing, costs nothing.
     """
     use_stack(state)
-    from deployments.bootstrap import require_server
+    from deployments.bootstrap import require_server, server_answers
 
     require_server()
-    from prefect.events import emit_event
-    from prefect.events.worker import EventsWorker
+    from prefect.client.orchestration import get_client
+    from prefect.events import Event, Resource
 
-    resource = {"prefect.resource.id": f"layertap.root.{storage}/{root}", "prefect.resource.name": root}
-    emit_event("dataset.updated", resource=resource, payload={"root": root, "storage": storage})
-    EventsWorker.drain_all()
+    told = Event(
+        event="dataset.updated",
+        resource=Resource(
+            {"prefect.resource.id": f"layertap.root.{storage}/{root}", "prefect.resource.name": root}
+        ),
+        payload={"root": root, "storage": storage},
+    )
+    # Not `emit_event`: that sends in the background, and tells nobody that it could not.
+    with server_answers(), get_client(sync_client=True) as client:
+        client.request("POST", "/events", json=[told.model_dump(mode="json")])
     click.echo(f"said that the dataset of {root} may have changed")

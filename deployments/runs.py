@@ -16,6 +16,7 @@ from prefect.settings import get_current_settings
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from deployments.bootstrap import NoServerError, server_answers
 from flows.parameters import Extraction
 from layertap.errors import InputError, LayertapError
 from tasks.artifacts import PROGRESS
@@ -28,10 +29,6 @@ PATIENCE_S = 600.0
 """Seconds without an answer of the server before following is given up."""
 
 
-class NoServerError(LayertapError):
-    """Prefect's server doesn't answer."""
-
-
 class RunFailedError(LayertapError):
     """The flow run ended in another state than Completed."""
 
@@ -41,7 +38,7 @@ def run_extraction(form: Mapping[str, Any]) -> None:
 
     Raises:
         InputError: a parameter is out of its range, or there is no server with the deployment.
-        NoServerError: the server doesn't answer.
+        NoServerError: the server doesn't answer, or refuses.
         RunFailedError: the run didn't complete; with its message.
     """
     follow_deployment(DEPLOYMENT, {"extraction": Extraction.of(form).model_dump()})
@@ -52,7 +49,7 @@ def follow_deployment(deployment: str, parameters: dict[str, Any]) -> None:
 
     Raises:
         InputError: a parameter is out of its range, or there is no server with the deployment.
-        NoServerError: the server doesn't answer.
+        NoServerError: the server doesn't answer, or refuses.
         RunFailedError: the run didn't complete; with its message.
     """
     started = _start(deployment, parameters)
@@ -71,15 +68,11 @@ def follow_deployment(deployment: str, parameters: dict[str, Any]) -> None:
 
 def _start(deployment: str, parameters: dict[str, Any]) -> FlowRun:
     try:
-        return cast(FlowRun, run_deployment(deployment, parameters=parameters, timeout=0))
+        with server_answers():
+            return cast(FlowRun, run_deployment(deployment, parameters=parameters, timeout=0))
     except ObjectNotFound as error:
         raise InputError(
             f"the server has no deployment {deployment}: make it with `python -m deployments.bootstrap`"
-        ) from error
-    except httpx.TransportError as error:
-        raise NoServerError(
-            f"Prefect's server at {get_current_settings().api.url} doesn't answer ({error}): is it up? "
-            "`layertap up` starts the embedded one"
         ) from error
 
 

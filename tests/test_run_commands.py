@@ -1,0 +1,77 @@
+"""Commands that ask Prefect's server: what they send it, and one line when it doesn't do it."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from layertap.cli import main
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers every request with one status, and keeps what was posted."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.status = status
+        self.posted: list[tuple[str, Any]] = []
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        self.send_response(404 if "csrf-token" in self.path else self.server.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.posted.append((self.path, json.loads(body)))
+        self.do_GET()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def answering(status: int) -> Iterator[FakeServer]:
+    with FakeServer(status) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+
+
+def layertap(port: int, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
+    """A command whose server listens on a port."""
+    url = f"http://127.0.0.1:{port}/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    with temporary_settings({PREFECT_API_URL: url}):
+        return CliRunner().invoke(main, list(arguments))
+
+
+def test_notify_sends_the_event_that_the_deployment_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(204) as server:
+        told = layertap(server.server_port, monkeypatch, "notify", "model/chats")
+    assert (told.exit_code, told.output) == (0, "said that the dataset of model/chats may have changed\n")
+    ((path, (event,)),) = server.posted
+    assert (path, event["event"]) == ("/api/events", "dataset.updated")
+    assert event["payload"] == {"root": "model/chats", "storage": "s3-bucket/layertap"}
+    assert event["resource"]["prefect.resource.id"] == "layertap.root.s3-bucket/layertap/model/chats"
+
+
+def test_notify_fails_where_nobody_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = layertap(9, monkeypatch, "notify", "model/chats")
+    with answering(401) as server:
+        refused = layertap(server.server_port, monkeypatch, "notify", "model/chats")
+    assert [away.exit_code, refused.exit_code] == [1, 1]
+    assert [away.stdout, refused.stdout] == ["", ""]
+    assert "doesn't answer" in away.stderr and "PREFECT_API_AUTH_STRING" in refused.stderr
