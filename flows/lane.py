@@ -1,5 +1,6 @@
 """One lane: the target on one GPU, working through the shards of a plan."""
 
+import shlex
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime
@@ -69,7 +70,10 @@ def extraction_lane(
         )
         return _work(lane, block, root) if lane else Completed(message="no shard was left to extract")
     except StoppedError as error:
-        return Cancelled(message=str(error))
+        way_on = (
+            f"to go on, press Retry on the run's coordinator, or `layertap retry {shlex.quote(store.uri)}`"
+        )
+        return Cancelled(message=f"{error}; {way_on}")
     except StoreError as error:
         if not is_store_wide(error):
             raise

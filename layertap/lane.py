@@ -126,6 +126,7 @@ class Lane:
         Raises:
             TargetError, DeviceError, HostError, SelfCheckError: this host can't work on the plan.
             NotReadyError: several of these; all are in its message.
+            StoppedError: the run was told to stop.
         """
         catalog = Catalog(store)
         lane = cls(catalog, catalog.plan(plan_id), run=run, name=name)
@@ -195,16 +196,20 @@ class Lane:
         """Whether there is a shard to claim, now or because the lane that held it has died.
 
         A claim of a dead lane shows only after three beats without a change, so this may take that long.
+
+        Raises:
+            StoppedError: the run was told to stop.
         """
         deadline = time.monotonic() + 4 * BEAT_S
-        while not self._look_for_stop():
+        while True:
+            if self._look_for_stop():
+                raise StoppedError(f"run {self.run} was told to stop")
             states = self._poll()
             if any(state in (ShardState.WAITING, ShardState.STALE) for state in states.values()):
                 return True
             if ShardState.CLAIMED not in states.values() or time.monotonic() > deadline:
                 return False
             self._ending.wait(BEAT_S / 2)
-        return False
 
     def _poll(self) -> dict[int, ShardState]:
         since = self._unbeaten_since

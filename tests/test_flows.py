@@ -1,5 +1,6 @@
 """Deployments load, forms refuse bad values by name, and every form becomes the settings it says."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,14 @@ from prefect.utilities.schema_tools.validation import build_error_obj, validate
 from pydantic import ValidationError
 
 from deployments.bootstrap import PREFECT_FILE
+from flows import lane as lane_flow
 from flows.extract import extract_hidden_states
 from flows.parameters import Advanced, Extraction, Preparation, Reextraction, Retry, Verification
+from layertap.coordinator import Run
 from layertap.errors import InputError
+from layertap.store import Store
+from tests.models import saved, tiny_llama
+from tests.runs import save_rows, settings_for, some_rows
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(PREFECT_FILE.read_text())["deployments"]
 
@@ -140,3 +146,20 @@ def test_forms_have_a_description_for_every_field() -> None:
 def test_a_root_that_is_no_folder_is_answered_with_an_example() -> None:
     with pytest.raises(InputError, match="root '/absolute' is not like qwen3-8b/chats"):
         Extraction.of({**FORM, "root": "/absolute"})
+
+
+@pytest.mark.parametrize("run_count", [1, 2])
+def test_a_lane_of_a_run_that_was_stopped_is_cancelled_and_says_how_to_go_on_also_when_it_is_retried(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_count: int
+) -> None:
+    target = saved(tiny_llama(), tmp_path / "target")
+    run = Run.prepare(folder_store, settings_for(save_rows(some_rows(20), tmp_path / "rows"), target))
+    assert run.plan is not None
+    run.stop()
+    monkeypatch.setattr(lane_flow, "load_block", lambda storage: None)
+    monkeypatch.setattr(lane_flow, "store_in", lambda block, root: folder_store)
+    monkeypatch.setitem(lane_flow.runtime.flow_run.FIELDS, "run_count", lambda: run_count)
+    state = lane_flow.extraction_lane.fn("s", "r", run.plan.plan_id, run.run_id, "no target", "lane-0")
+    assert state.is_cancelled()
+    told = f"run {run.run_id} was told to stop; to go on, press Retry on the run's coordinator"
+    assert told in str(state.message) and folder_store.uri in str(state.message)

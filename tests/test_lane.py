@@ -447,8 +447,8 @@ def test_a_lane_of_a_run_that_was_stopped_loads_no_target(
     run: Run, plan_id: str, folder_store: Store, fast_beats: None
 ) -> None:
     run.stop()
-    late = Lane.open(folder_store, plan_id, run=run.run_id, target="there is no such target", name="late")
-    assert late is None
+    with pytest.raises(StoppedError, match=f"run {run.run_id} was told to stop"):
+        Lane.open(folder_store, plan_id, run=run.run_id, target="there is no such target", name="late")
 
 
 def test_all_seconds_of_a_lane_are_accounted_for(
