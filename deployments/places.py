@@ -1,5 +1,6 @@
 """What a person names when asking about a run: a root's address, or the run of it."""
 
+import shlex
 from pathlib import Path
 from uuid import UUID
 
@@ -14,7 +15,7 @@ def open_place(place: str, state: Path | None) -> Store:
     Raises:
         InputError: it is neither.
     """
-    if "://" in place or Path(place).exists():
+    if _is_address(place):
         return open_root(place, state)
     from deployments.bootstrap import require_server
 
@@ -23,6 +24,15 @@ def open_place(place: str, state: Path | None) -> Store:
     from tasks.storage import open_store
 
     return open_store(*place_of(str(flow_run_of(place))))
+
+
+def quoted(place: str) -> str:
+    """The same place for a command line: an address, or the run's id, for other runs may bear its name."""
+    return shlex.quote(place if _is_address(place) else str(flow_run_of(place)))
+
+
+def _is_address(place: str) -> bool:
+    return "://" in place or Path(place).exists()
 
 
 def flow_run_of(place: str) -> UUID:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deployments.commands import state_option
-from deployments.places import flow_run_of, open_place
+from deployments.places import flow_run_of, open_place, quoted
 from flows import DEFAULT_STORAGE
 from layertap.errors import InputError
 
@@ -67,10 +67,10 @@ def failures(place: str, shards: tuple[int, ...] | None, plan_id: str | None, st
     found = read_failures(Catalog(store), plans=[plan_id] if plan_id else (), shards=shards or ())
     for failure in found:
         click.echo(f"{failure}\n")
-    hopeless = [failure.shard for failure in found if failure.state == HOPELESS]
-    click.echo(f"{len(found):,} shards have failed, {len(hopeless):,} of them for good")
-    if hopeless:
-        click.echo(f"try them again: layertap retry {place} --shards {','.join(map(str, hopeless))}")
+    num_hopeless = sum(failure.state == HOPELESS for failure in found)
+    click.echo(f"{len(found):,} shards have failed, {num_hopeless:,} of them for good")
+    if num_hopeless:
+        click.echo(f"try them again: layertap retry {quoted(place)}")
         raise SystemExit(1)
 
 

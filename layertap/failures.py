@@ -4,7 +4,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from layertap.catalog import Catalog, ShardRecord
+from layertap.records import sortable
 from layertap.shard_state import ShardState, ShardStatus, shard_state
 
 HOPELESS = "failed for good"
@@ -73,17 +76,20 @@ def read_failures(
 ) -> list[ShardFailure]:
     """The failures that stand in a root: of shards without an outcome, since they were last retried.
 
+    A shard of whose rows another plan has settled every one, as after a run with other settings, is left out.
+
     Args:
         catalog: of the root.
         plans: of these plans; of all by default.
         shards: of these shards; of all by default.
     """
-    return [
+    found = [
         failure
         for plan_id in (list(plans) or catalog.plans())
         for failure in _of_plan(catalog, plan_id)
         if not shards or failure.shard in shards
     ]
+    return _unsettled(catalog, found) if found else []
 
 
 def forget_failures(catalog: Catalog, plan_id: str) -> None:
@@ -109,6 +115,15 @@ def _of_plan(catalog: Catalog, plan_id: str) -> list[ShardFailure]:
     return [
         _read(catalog, plan_id, shard, status, names[shard], records[shard])
         for shard, status in failed.items()
+    ]
+
+
+def _unsettled(catalog: Catalog, failures: Iterable[ShardFailure]) -> list[ShardFailure]:
+    settled = sortable(catalog.settled().final_keys)
+    return [
+        failure
+        for failure in failures
+        if not np.isin(sortable(catalog.shard_rows(failure.plan_id, failure.shard).keys), settled).all()
     ]
 
 

@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner
@@ -12,10 +13,11 @@ from layertap.coordinator import Run
 from layertap.failures import HOPELESS, TRIED_AGAIN, forget_failures, markdown, read_failures
 from layertap.lane import Lane
 from layertap.lane_work import extract_in_threads
+from layertap.plan import PlanSettings
 from layertap.shard_state import ShardState
 from layertap.store import Store
 from tests.models import saved, tiny_llama
-from tests.runs import save_rows, settings_for, some_rows
+from tests.runs import run_lane, save_rows, settings_for, some_rows
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,32 @@ def test_the_command_tells_of_them_and_ends_with_status_1(run: Run, folder_store
     fail_on(run, 0, "a", "b")
     told = CliRunner().invoke(failures, [folder_store.uri])
     assert told.exit_code == 1
-    assert f"try them again: layertap retry {folder_store.uri} --shards 0" in told.output
+    assert f"try them again: layertap retry {folder_store.uri}\n" in told.output
     assert "1 shards have failed, 1 of them for good" in told.output
     assert CliRunner().invoke(failures, [folder_store.uri, "--shards", "1"]).exit_code == 0
     assert "'x' is not a list of shards" in CliRunner().invoke(failures, ["x", "--shards", "x"]).output
+
+
+def test_failures_of_rows_that_another_plan_has_stored_count_no_more(
+    run: Run, folder_store: Store, tmp_path: Path, target: str
+) -> None:
+    fail_on(run, 0, "a", "b")
+    smaller = PlanSettings(max_batch_tokens=128, shard_tokens=600)
+    again = Run.prepare(folder_store, settings_for(str(tmp_path / "rows"), target, plan=smaller))
+    assert plan_id_of(again) != plan_id_of(run)
+    assert CliRunner().invoke(failures, [folder_store.uri]).exit_code == 1
+    run_lane(folder_store, plan_id_of(again), target)
+    assert again.publish().version.complete
+    told = CliRunner().invoke(failures, [folder_store.uri])
+    assert (told.exit_code, told.output) == (0, "0 shards have failed, 0 of them for good\n")
+
+
+def test_the_advice_names_a_run_by_its_id(
+    run: Run, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_on(run, 0, "a", "b")
+    flow_run = uuid4()
+    monkeypatch.setattr("deployments.run_commands.open_place", lambda *_: folder_store)
+    monkeypatch.setattr("deployments.places.flow_run_of", lambda _: flow_run)
+    told = CliRunner().invoke(failures, ["chats from rows"])
+    assert told.output.endswith(f"layertap retry {flow_run}\n")
