@@ -33,7 +33,7 @@ demo: $(READY)  ## extract a small real dataset through the whole stack, check i
 
 test: $(READY) $(OLDEST)/.ready  ## the tests, and those of the engine again on the oldest transformers
 	$(BIN)/python -m pytest -m "not debian and not long"
-	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest tests/test_target.py tests/test_extract.py
+	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest tests/test_target.py tests/test_extract.py tests/test_compiled.py
 
 system: $(READY)  ## the tests that `test` leaves out: on Debian's postgresql and chromium, and the longest ones
 	$(BIN)/python -m pytest -m "debian or long"

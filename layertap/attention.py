@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layertap.delta_net import refuse_caches
+
 KNOWN = ("Qwen3_5Attention", "Qwen3_5RMSNorm")
 """Classes of transformers whose forward this is: the block's, and that of the norms of its heads."""
 
@@ -31,6 +33,8 @@ def is_fused(block: nn.Module) -> bool:
 def _is_known(block: Any) -> bool:
     if type(block).__name__ != KNOWN[0]:
         return False
+    if block.config._attn_implementation == "eager":  # not among the functions that the forward chooses from
+        return False
     norms = {type(block.q_norm).__name__, type(block.k_norm).__name__}
     return norms == {KNOWN[1]} and block.head_dim & (block.head_dim - 1) == 0
 
@@ -42,7 +46,12 @@ def _forward(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The block over whole rows, [B, T, H] to [B, T, H]; there is no cache in an extraction."""
+    """The block over whole rows, [B, T, H] to [B, T, H].
+
+    Raises:
+        TargetError: a cache, which an extraction has not.
+    """
+    refuse_caches(kwargs)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     of_heads, size = (*hidden_states.shape[:-1], -1), self.head_dim

@@ -71,7 +71,7 @@ def _normalise_and_rotate(
     x = tl.load(places + within[None, :], mask=is_token, other=0.0).to(tl.float32)
     y = tl.load(places + partner[None, :], mask=is_token & is_rotated, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)[:, None]
-    # rounded where transformers rounds: after the norm, and after the rotation
+    # rounded after norm and rotation; transformers rounds the two products of the rotation as well
     x = (x * scale * (1.0 + tl.load(weight + within).to(tl.float32))[None, :]).to(dtype).to(tl.float32)
     of_partner = tl.load(weight + partner, mask=within < ROTARY, other=0.0).to(tl.float32)
     y = (y * scale * (1.0 + of_partner)[None, :]).to(dtype).to(tl.float32)

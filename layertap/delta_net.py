@@ -7,6 +7,8 @@ worked out inside fla's kernels.
 Shapes: B rows, T tokens, K query and key heads, V value heads, D size of a head, C channels.
 """
 
+import importlib.util
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -14,13 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from layertap.errors import TargetError
+
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+CACHES = ("cache", "cache_params", "past_key_values")
+"""What transformers calls a block's cache, by version."""
+
 L2NORM_EPS = 1e-6
 """As in fla and in transformers."""
 
 
 def fuse_delta_nets(layers: nn.ModuleList) -> None:
-    """Give each block that is built as Qwen3.5's its fused forward; the weights move side by side."""
+    """Give each block that is built as Qwen3.5's its fused forward; the weights move side by side.
+
+    On a GPU that forward is made of fla's kernels: where there is no fla, blocks stay as they are.
+    """
+    is_cuda = next(layers.parameters()).device.type == "cuda"
+    if is_cuda and importlib.util.find_spec("fla") is None:
+        return
     for block in layers.modules():
         if _is_known(block):
             _lay_side_by_side(block)
@@ -53,8 +66,25 @@ def _lay_side_by_side(block: Any) -> None:
         projection.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _forward(self: Any, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    """The block over whole rows, [B, T, H] to [B, T, H]; there is no cache and no mask in an extraction."""
+def refuse_caches(arguments: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments of a block that has a cache among them.
+
+    Raises:
+        TargetError: there is one.
+    """
+    if any(arguments.get(name) is not None for name in CACHES):
+        raise TargetError("a compiled target takes no cache")
+
+
+def _forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """The block over whole rows, [B, T, H] to [B, T, H].
+
+    Raises:
+        TargetError: a cache or a mask, which an extraction has not.
+    """
+    refuse_caches(kwargs)
+    if attention_mask is not None:
+        raise TargetError("a compiled target takes no mask of padding")
     num_rows, num_tokens, _ = hidden_states.shape
     projected = torch.split(functional.linear(hidden_states, self.projection), self.projection_sizes, dim=-1)
     mixed_BTC, z_BTC, b_BTV, a_BTV = projected
@@ -130,6 +160,8 @@ def delta_rule(
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
     decay = -a_log.float().exp() * functional.softplus(a.float() + dt_bias)
+    # transformers 5.17 wants as many heads of query and key as of value
+    query, key = (heads.repeat_interleave(value.shape[2] // heads.shape[2], 2) for heads in (query, key))
     out = torch_chunk_gated_delta_rule(query, key, value, g=decay, beta=beta)[0]
     return out.contiguous()
 

@@ -48,7 +48,10 @@ NOISE_TOLERANCE: Mapping[DTypeName, float] = {"bfloat16": 1e-1, "float16": 2e-2,
 """Median relative error of a token's state between runs of other shapes (alone and in a batch) or on other
 devices: matrix products round differently there, and the depth of a target amplifies it."""
 
-CHECK_LENGTHS = (37, 24, 9, 1)
+CHECK_LENGTHS = (150, 37, 9, 1)
+"""Tokens of the rows of the self-check; the first one is longer than two chunks of a delta rule (64), so that
+what these hand on counts."""
+
 CANARY_LENGTH = 64
 
 TUNING_SHAPE = (16, 256)

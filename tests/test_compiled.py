@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,33 @@ def test_the_fused_attention_is_the_plain_one() -> None:
     assert sum(attention.is_fused(block) for block in model.modules()) == 2
     for mine, theirs in zip(fused, plain, strict=True):
         assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
+
+
+def test_eager_attention_stays_as_it_is() -> None:
+    model = tiny_hybrid().model
+    model.config._attn_implementation = "eager"
+    fuse_attention(model.layers)
+    assert not any(attention.is_fused(block) for block in model.modules())
+
+
+def test_fused_blocks_refuse_a_cache_and_a_mask() -> None:
+    model = tiny_hybrid().model
+    fuse_delta_nets(model.layers)
+    fuse_attention(model.layers)
+    ids_BT = torch.ones(2, 5, dtype=torch.long, device=DEVICE)
+    with pytest.raises(TargetError, match="cache"):
+        model(input_ids=ids_BT, use_cache=True)
+    with pytest.raises(TargetError, match="mask"):
+        model(input_ids=ids_BT, attention_mask=torch.tensor([[0] + [1] * 4] * 2).to(DEVICE), use_cache=False)
+
+
+def test_without_fla_nothing_of_a_gpu_s_delta_nets_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_hybrid().model
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(model.layers, "parameters", lambda: iter([on_gpu]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    fuse_delta_nets(model.layers)
+    assert not any(is_fused(block) for block in model.modules())
 
 
 def test_fused_projections_take_no_second_copy_of_the_weights() -> None:
