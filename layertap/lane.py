@@ -141,11 +141,11 @@ class Lane:
         return lane
 
     def _load(self, source: str, revision: str | None, compiled: bool) -> None:
-        root = self.catalog.root()
         self._log_tail = self._exits.enter_context(LogTail())
-        checked = checked_device(self.plan, root, source=source, revision=revision, compiled=compiled)
-        self.device = self._exits.enter_context(checked)
         with self.clock.spent("loading"):
+            root = self.catalog.root()
+            checked = checked_device(self.plan, root, source=source, revision=revision, compiled=compiled)
+            self.device = self._exits.enter_context(checked)
             self.target = Target.load(source, spec=root.spec, revision=revision, device=self.device)
         self.self_check()
         with self.clock.spent("loading"):
@@ -161,13 +161,14 @@ class Lane:
             self.target.refuse_slow_kernels()
         max_batch_bytes = self.plan.max_batch_bytes
         bytes_per_s = self.target.info.bytes_per_s(self.target.spec)
-        self.extractor = Extractor(
-            self.target,
-            self.catalog.store,
-            max_batch_bytes=max_batch_bytes,
-            num_slots=slots_for(max_batch_bytes, bytes_per_s=bytes_per_s),
-            clock=self.clock,
-        )
+        with self.clock.spent("loading"):
+            self.extractor = Extractor(
+                self.target,
+                self.catalog.store,
+                max_batch_bytes=max_batch_bytes,
+                num_slots=slots_for(max_batch_bytes, bytes_per_s=bytes_per_s),
+                clock=self.clock,
+            )
         self._lane_log = LaneLog(
             self.catalog.store,
             self.plan.plan_id,

@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from layertap.errors import (
     TargetError,
 )
 from layertap.lane import CANARY, Lane
+from layertap.lane_check import checked_device
 from layertap.lane_work import extract_in_threads, work_through
-from layertap.progress import SPENT_ON
+from layertap.progress import SPENT_ON, Clock
 from layertap.shard_state import ShardState, ShardStatus, shard_state
 from layertap.store import Store
 from layertap.target_files import TargetFiles
@@ -464,6 +467,24 @@ def test_all_seconds_of_a_lane_are_accounted_for(
         )
         now, total = time.perf_counter(), sum(lane.clock.seconds.values())
         assert now - after <= total <= time.perf_counter() - before
+
+
+def test_a_lanes_start_counts_as_loading(
+    plan_id: str, folder_store: Store, target: str, fast_beats: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.0
+
+    @contextmanager
+    def slowly(*args: Any, **kwargs: Any) -> Iterator[torch.device]:
+        nonlocal seconds
+        seconds += 100.0  # imports, the start of CUDA
+        with checked_device(*args, **kwargs) as device:
+            yield device
+
+    monkeypatch.setattr(lane_module, "checked_device", slowly)
+    monkeypatch.setattr(lane_module, "Clock", lambda: Clock(lambda: seconds))
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        assert lane.clock.seconds == {"loading": 100.0}
 
 
 def test_a_task_repeated_after_its_commit_computes_nothing(
