@@ -135,7 +135,7 @@ def timestamp(iso: str) -> float:
 
 def points(record: LaneRecord) -> list[tuple[float, float]]:
     """Time of day and tokens by then, at each sample of a lane that had worked by then."""
-    opened = timestamp(record.opened_at) - record.samples[0][0]
+    opened = timestamp(record.opened_at)
     return [(opened + elapsed_s, tokens) for elapsed_s, tokens, _ in record.samples if tokens]
 
 

@@ -83,6 +83,7 @@ class Lane:
         self.name = name
         self.clock = Clock()
         """Where the lane's seconds go, from now on."""
+        self.opened_at = now("milliseconds")
 
         self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
         self._held: dict[int, _Held] = {}
@@ -175,6 +176,7 @@ class Lane:
             lane=self.name,
             run=self.run,
             device=self.device,
+            opened_at=self.opened_at,
             clock=self.clock,
         )
         self._note()

@@ -17,10 +17,21 @@ MAX_SAMPLES = 400
 
 
 class LaneLog:
-    """Keeps a lane's record in the store. One thread at a time may note."""
+    """Keeps a lane's record in the store. One thread at a time may note.
+
+    `opened_at` is when `clock` began: samples count from there.
+    """
 
     def __init__(
-        self, store: Store, plan_id: str, *, lane: str, run: str, device: torch.device, clock: Clock
+        self,
+        store: Store,
+        plan_id: str,
+        *,
+        lane: str,
+        run: str,
+        device: torch.device,
+        opened_at: str,
+        clock: Clock,
     ) -> None:
         self._store, self._path = store, lane_path(plan_id, lane)
         self._clock = clock
@@ -29,8 +40,13 @@ class LaneLog:
         self._samples: list[list[float]] = []
         self._every = 1
         self._num_notes = 0
-        self._who = {"lane": lane, "run": run, "host": host_name(), "device": device_name(device)}
-        self._opened_at = now("milliseconds")
+        self._who = {
+            "lane": lane,
+            "run": run,
+            "host": host_name(),
+            "device": device_name(device),
+            "opened_at": opened_at,
+        }
 
     def note(self, num_tokens: int) -> LaneRecord:
         """Sample the device and this process, and write the record.
@@ -48,7 +64,6 @@ class LaneLog:
             self._samples, self._every = self._samples[::2], 2 * self._every
         record = LaneRecord(
             **self._who,
-            opened_at=self._opened_at,
             updated_at=now("milliseconds"),
             seconds=seconds,
             num_tokens=num_tokens,

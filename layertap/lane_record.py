@@ -22,6 +22,8 @@ class LaneRecord:
     host: str
     device: str
     opened_at: str
+    """When its seconds began to count, before the target was loaded."""
+
     updated_at: str
 
     seconds: dict[str, float]

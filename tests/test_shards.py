@@ -20,6 +20,7 @@ from layertap.errors import ClaimLostError, IntegrityError, StoreError
 from layertap.lane import Lane
 from layertap.lane_log import LaneLog
 from layertap.progress import Clock
+from layertap.records import now
 from layertap.store import Store
 from tasks.shards import extract_shard, submit_shard
 from tasks.speed import LANE, SPEED, LaneBoard, SpeedBoard
@@ -163,7 +164,8 @@ def test_a_shard_is_extracted_while_prefect_s_server_is_away(
 
 def test_the_speed_of_lanes_is_drawn_shown_and_updated_in_place(tmp_path: Path) -> None:
     store = Store.folder(tmp_path)
-    log = LaneLog(store, "plan", lane="lane-0", run="run", device=torch.device("cpu"), clock=Clock())
+    cpu = torch.device("cpu")
+    log = LaneLog(store, "plan", lane="lane-0", run="run", device=cpu, opened_at=now(), clock=Clock())
 
     @flow
     def show() -> None:

@@ -1,6 +1,8 @@
 """What lanes tell of themselves is in the store, bounded, and drawn."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
+from layertap import lane as lane_module
 from layertap import lane_log
 from layertap.cli import main
 from layertap.coordinator import Run
@@ -16,7 +19,9 @@ from layertap.lane_log import LaneLog
 from layertap.lane_record import LaneRecord, lane_records
 from layertap.plot import speed_png, tokens_per_s
 from layertap.progress import Clock
+from layertap.records import now
 from layertap.store import Store
+from layertap.target import Target
 from tests.models import saved, tiny_llama
 from tests.runs import run_lane, save_rows, settings_for, some_rows
 
@@ -54,11 +59,30 @@ def test_a_lane_tells_all_of_itself_in_the_store(folder_store: Store, tmp_path: 
     assert "bound by" in shown.output and "NVML" in shown.output
 
 
+def test_a_lane_opens_when_its_seconds_begin_to_count(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = saved(tiny_llama(), tmp_path / "target")
+    run = Run.prepare(folder_store, settings_for(save_rows(some_rows(2), tmp_path / "rows"), target))
+    assert run.plan is not None
+    loading_at = []
+
+    def load(*args: Any, **kwargs: Any) -> Target:
+        loading_at.append(now("milliseconds"))
+        time.sleep(0.01)
+        return Target.load(*args, **kwargs)
+
+    monkeypatch.setattr(lane_module, "Target", SimpleNamespace(load=load))
+    run_lane(folder_store, run.plan.plan_id, target)
+    (told,) = lane_records(folder_store, run.plan.plan_id)
+    assert told.opened_at <= loading_at[0] < told.updated_at
+
+
 def test_a_long_lane_keeps_few_samples_from_its_whole_life(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane_log, "MAX_SAMPLES", 8)
-    log = LaneLog(folder_store, "plan", lane="lane-0", run="run", device=CPU, clock=Clock())
+    log = LaneLog(folder_store, "plan", lane="lane-0", run="run", device=CPU, opened_at=now(), clock=Clock())
     for num_tokens in range(200):
         told = log.note(num_tokens)
         assert len(told.samples) <= 8
