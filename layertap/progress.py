@@ -31,6 +31,7 @@ NOTEWORTHY_WAIT = 0.1
 WAYS_OUT: Mapping[SpentOn, str] = {
     "waiting for data": "a faster way from the store to this host, or fewer other processes on its cores",
     "waiting for the store": "more upload bandwidth or fewer lanes on it",
+    "copying to the host": "a faster link between GPU and host, or fewer layers to store",
     "other": "the lane had no shard, or one that waited for another try",
 }
 """What would make a wait shorter; for `other`, what it is."""

@@ -144,6 +144,11 @@ def test_seconds_of_many_threads_add_up_to_those_that_passed() -> None:
             "speed it up",
         ),
         (
+            {"forward": 20, "copying to the host": 80},
+            "bound by the copying to the host: 80 % of the time waiting for it; "
+            "a faster link between GPU and host, or fewer layers to store would speed it up",
+        ),
+        (
             {"forward": 60, "other": 40},
             "bound by none of GPU, data and store: 40 % of the time elsewhere; "
             "the lane had no shard, or one that waited for another try",
