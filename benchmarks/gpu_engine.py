@@ -113,12 +113,15 @@ class SteadyRun:
         with ThreadPoolExecutor(1) as self._verifying, ThreadPoolExecutor(2) as self._in_flight:
             self._numbers = itertools.count()
             self._running: set[Future[None]] = set()
+            self._verified: list[Future[None]] = []
             self._go_on(WARM_S)
             before, begin = self.clock.seconds, time.perf_counter()
             self._go_on(seconds)
             after, end = self.clock.seconds, time.perf_counter()
             self.dirty_bytes = dirty_bytes()
             for future in self._running:
+                future.result()
+            for future in self._verified:
                 future.result()
         self.elapsed_s = end - begin
         self.spent = {on: s - before.get(on, 0.0) for on, s in after.items()}
@@ -146,8 +149,7 @@ class SteadyRun:
         shard = self.shards[number % len(self.shards)]
         result = self.extractor.extract_shard(shard, prefix, on_progress=note, should_stop=lambda: None)
         self.results.append(result)
-        verified = self._verifying.submit(verify_and_delete, self.folder, prefix, result)
-        verified.add_done_callback(Future.result)
+        self._verified.append(self._verifying.submit(verify_and_delete, self.folder, prefix, result))
 
 
 def engine(

@@ -1,0 +1,40 @@
+"""Benchmarks end loudly where what they measure is wrong, and count what they say they count."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import gpu_engine
+from benchmarks.gpu_engine import SteadyRun
+from layertap.extract import Extractor
+from layertap.progress import Clock
+from layertap.records import ShardRows
+from layertap.spec import ExtractionSpec
+from layertap.store import Store
+from layertap.target import Target
+from tests.models import tiny_llama
+
+
+def test_the_engine_benchmark_fails_with_a_shard_that_is_not_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ExtractionSpec(target_identity="folder:0", layer_ids=(0, 2), dtype="float32", max_length=64)
+    target = Target.from_backbone(tiny_llama(), spec=spec)
+    shard = ShardRows.of(np.zeros((1, 16), np.uint8), np.zeros(1, np.int32), [np.arange(9, dtype=np.int32)])
+    clock = Clock()
+
+    def changed(*args: object) -> bool:
+        time.sleep(0.02)  # the shard's own thread has gone on by then
+        return False
+
+    monkeypatch.setattr(gpu_engine, "WARM_S", 0.0)
+    monkeypatch.setattr(gpu_engine, "is_as_written", changed)
+    with (
+        Extractor(
+            target, Store.folder(tmp_path), max_batch_bytes=1 << 20, num_slots=2, clock=clock
+        ) as extractor,
+        pytest.raises(SystemExit, match="isn't what was written"),
+    ):
+        SteadyRun(extractor, [shard], tmp_path, clock).measure(0.1)
