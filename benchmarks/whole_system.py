@@ -24,7 +24,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -140,12 +142,18 @@ def points(record: LaneRecord) -> list[tuple[float, float]]:
 
 
 def rate(record: LaneRecord, start: float, end: float) -> dict[str, float]:
-    """Tokens a second of a lane between its first and its last sample in a window of time of day."""
+    """Tokens a second of a lane in a window of time of day, from its first sample there to its last.
+
+    The last of a lane that lives lies at most an interval before the end. One that ended before counts as
+    if it had been there to the end, and idle.
+    """
     within = [point for point in points(record) if start <= point[0] <= end]
     if len(within) < 2:
         return {"tokens_per_s": 0.0, "seconds": 0.0}
     (first_s, first), (last_s, last) = within[0], within[-1]
-    return {"tokens_per_s": (last - first) / (last_s - first_s), "seconds": last_s - first_s}
+    interval_s = median(after - before for (before, _), (after, _) in pairwise(within))
+    seconds = (last_s if end - last_s <= 1.5 * interval_s else end) - first_s
+    return {"tokens_per_s": (last - first) / seconds, "seconds": seconds}
 
 
 def together(run: Run, names: list[str], end: float, meter: HostMeter) -> dict[str, Any]:

@@ -8,7 +8,9 @@ import pytest
 
 from benchmarks import gpu_engine
 from benchmarks.gpu_engine import SteadyRun
+from benchmarks.whole_system import rate, timestamp
 from layertap.extract import Extractor
+from layertap.lane_record import LaneRecord
 from layertap.progress import Clock
 from layertap.records import ShardRows
 from layertap.spec import ExtractionSpec
@@ -38,3 +40,22 @@ def test_the_engine_benchmark_fails_with_a_shard_that_is_not_as_written(
         pytest.raises(SystemExit, match="isn't what was written"),
     ):
         SteadyRun(extractor, [shard], tmp_path, clock).measure(0.1)
+
+
+@pytest.mark.parametrize(("num_samples", "tokens_per_s"), [(30, 1200.0), (10, 9 * 12_000 / 185)])
+def test_a_lane_that_ended_in_the_window_counts_to_its_end(num_samples: int, tokens_per_s: float) -> None:
+    opened_at = "2026-01-01T00:00:00.000+00:00"
+    record = LaneRecord(
+        lane="lane-0",
+        run="run",
+        host="host",
+        device="GPU",
+        opened_at=opened_at,
+        updated_at=opened_at,
+        seconds={},
+        num_tokens=1,
+        samples=[[10.0 * k, 12_000.0 * k, 1] for k in range(1, num_samples + 1)],
+        gpu={},
+    )
+    start = timestamp(opened_at) + 10.0
+    assert rate(record, start, start + 185.0)["tokens_per_s"] == pytest.approx(tokens_per_s)
