@@ -49,6 +49,9 @@ SIGMA = 0.9
 WARM_S = 8.0
 """Seconds of the engine before it is measured: threads, page cache and clocks settle."""
 
+BARRIER_S = 300.0
+"""Seconds, beside those in which the first GPU runs alone, that GPUs wait for one another."""
+
 
 def log_normal_lengths(
     num_rows: int, mean_length: int, max_length: int, random: np.random.Generator
@@ -377,11 +380,14 @@ def alone(
 def alone_then_together(
     options: argparse.Namespace, target: Target, shards: list[ShardRows], cost: Estimate
 ) -> dict[str, Any] | None:
-    """The first GPU runs while the others wait; then all go on together."""
+    """The first GPU runs while the others wait, but not for ever; then all go on together."""
     alone = engine(options.seconds, options, target, shards, cost) if options.rank == 0 else None
     say(alone=alone)
     (options.barrier / str(options.rank)).touch()
-    while len(list(options.barrier.glob("[0-9]"))) < options.of:
+    deadline = time.monotonic() + options.seconds + BARRIER_S
+    while (num_there := len(list(options.barrier.glob("[0-9]")))) < options.of:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"only {num_there} of {options.of} GPUs are ready to go on together")
         time.sleep(0.05)
     return alone
 

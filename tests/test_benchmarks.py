@@ -1,7 +1,9 @@
 """Benchmarks end loudly where what they measure is wrong, and count what they say they count."""
 
+import argparse
 import time
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from benchmarks.gpu_engine import SteadyRun
 from benchmarks.whole_system import rate, timestamp
 from layertap.extract import Extractor
 from layertap.lane_record import LaneRecord
+from layertap.plan import Estimate
 from layertap.progress import Clock
 from layertap.records import ShardRows
 from layertap.spec import ExtractionSpec
@@ -40,6 +43,13 @@ def test_the_engine_benchmark_fails_with_a_shard_that_is_not_as_written(
         pytest.raises(SystemExit, match="isn't what was written"),
     ):
         SteadyRun(extractor, [shard], tmp_path, clock).measure(0.1)
+
+
+def test_gpus_do_not_wait_for_ever_for_one_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_engine, "BARRIER_S", 0.1)
+    options = argparse.Namespace(rank=1, of=2, seconds=0.0, barrier=tmp_path)
+    with pytest.raises(SystemExit, match="only 1 of 2"):
+        gpu_engine.alone_then_together(options, cast(Target, None), [], cast(Estimate, None))
 
 
 @pytest.mark.parametrize(("num_samples", "tokens_per_s"), [(30, 1200.0), (10, 9 * 12_000 / 185)])
