@@ -6,8 +6,16 @@ from uuid import UUID
 
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFilter, FlowRunFilterTags
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
 from prefect.states import Cancelled, Cancelling
 
 from flows import DEFAULT_STORAGE, OPTIONS
@@ -21,7 +29,12 @@ PATIENCE_S = 60.0
 """Seconds that coordinator and lanes have to end by themselves."""
 
 POLL_S = 2.0
-MAX_LANES = 200
+
+PAGE = 200
+"""Flow runs that Prefect's server tells at once."""
+
+LIVES = FlowRunFilterState(type=FlowRunFilterStateType(not_any_=sorted(TERMINAL_STATES)))
+LANE = FlowFilter(name=FlowFilterName(any_=["extraction_lane"]))
 
 
 @flow(name="cancel_extraction", flow_run_name="cancel {flow_run_id}", **OPTIONS)
@@ -57,7 +70,7 @@ def cancel_runs(store: Store, root: str, runs: Collection[RunRecord]) -> str:
 
 
 def _end_flow_runs(client: SyncPrefectClient, root: str, runs: Collection[RunRecord]) -> str:
-    living = [run for run in _flow_runs(client, root, runs) if not _is_over(run)]
+    living = _living(client, root, runs)
     for flow_run in living:
         _end(client, flow_run)
     forced = _wait(client, [flow_run.id for flow_run in living])
@@ -65,20 +78,27 @@ def _end_flow_runs(client: SyncPrefectClient, root: str, runs: Collection[RunRec
     return f"ended: {names}" + (f"; {len(forced)} of them had no process left" if forced else "")
 
 
-def _flow_runs(client: SyncPrefectClient, root: str, runs: Collection[RunRecord]) -> list[FlowRun]:
-    """Coordinators and lanes of the runs."""
+def _living(client: SyncPrefectClient, root: str, runs: Collection[RunRecord]) -> list[FlowRun]:
+    """Coordinators and lanes of the runs, as far as Prefect knows them and they aren't over."""
     ids = {run.run_id for run in runs}
-    coordinators = [client.read_flow_run(UUID(run.started_by)) for run in runs if run.started_by]
-    lanes = client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=["extraction_lane"])),
-        flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[f"root:{root}"])),
-        limit=MAX_LANES,
-    )
-    return [*coordinators, *(lane for lane in lanes if lane.parameters.get("run") in ids)]
+    lanes = _read(client, FlowRunFilter(tags=FlowRunFilterTags(all_=[f"root:{root}"]), state=LIVES), LANE)
+    return [
+        *_living_of(client, [UUID(run.started_by) for run in runs if run.started_by]),
+        *(lane for lane in lanes if lane.parameters.get("run") in ids),
+    ]
 
 
-def _is_over(flow_run: FlowRun) -> bool:
-    return flow_run.state is not None and flow_run.state.is_final()
+def _living_of(client: SyncPrefectClient, ids: list[UUID]) -> list[FlowRun]:
+    return _read(client, FlowRunFilter(id=FlowRunFilterId(any_=ids), state=LIVES))
+
+
+def _read(client: SyncPrefectClient, wanted: FlowRunFilter, of: FlowFilter | None = None) -> list[FlowRun]:
+    found: list[FlowRun] = []
+    while page := client.read_flow_runs(
+        flow_filter=of, flow_run_filter=wanted, limit=PAGE, offset=len(found)
+    ):
+        found += page
+    return found
 
 
 def _end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
@@ -89,10 +109,10 @@ def _end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
         client.set_flow_run_state(flow_run.id, Cancelled(message="its run was cancelled"), force=True)
 
 
-def _wait(client: SyncPrefectClient, ids: Collection[UUID]) -> list[UUID]:
+def _wait(client: SyncPrefectClient, ids: list[UUID]) -> list[UUID]:
     """Wait until the flow runs are over; those that are not in time are dead, and are marked Cancelled."""
     deadline = time.monotonic() + PATIENCE_S
-    while left := [k for k in ids if not _is_over(client.read_flow_run(k))]:
+    while left := [flow_run.id for flow_run in _living_of(client, ids)]:
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)

@@ -1,5 +1,6 @@
 """Real stores for tests: a folder, and a bucket of an S3 server that is started once."""
 
+import os
 import signal
 import uuid
 from collections.abc import Iterator
@@ -50,3 +51,18 @@ def store(request: pytest.FixtureRequest) -> Store:
     """A fresh root, once on a folder and once on S3."""
     fresh: Store = request.getfixturevalue(f"{request.param}_store")
     return fresh
+
+
+@pytest.fixture(scope="module")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A server of its own, that leaves the user's Prefect home alone."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    home = tmp_path_factory.mktemp("prefect")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+            patch.delenv(name)
+        patch.setenv("PREFECT_HOME", str(home))
+        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+        with prefect_test_harness(server_startup_timeout=60):
+            yield

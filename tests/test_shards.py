@@ -1,8 +1,6 @@
 """The shard task under a real Prefect engine, with a lane whose faults are injected."""
 
 import base64
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +11,6 @@ from prefect import flow, runtime
 from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from prefect.client.orchestration import get_client
 from prefect.filesystems import LocalFileSystem, WritableFileSystem
-from prefect.testing.utilities import prefect_test_harness
 
 from layertap.catalog import Claim, Outcome
 from layertap.errors import ClaimLostError, IntegrityError, StoreError
@@ -26,18 +23,7 @@ from tasks.shards import extract_shard, submit_shard
 from tasks.speed import LANE, SPEED, LaneBoard, SpeedBoard
 from tasks.storage import load_block
 
-
-@pytest.fixture(scope="module", autouse=True)
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A server of its own, that leaves the user's Prefect home alone."""
-    home = tmp_path_factory.mktemp("prefect")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("PREFECT_")]:
-            patch.delenv(name)
-        patch.setenv("PREFECT_HOME", str(home))
-        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-        with prefect_test_harness(server_startup_timeout=60):
-            yield
+pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 @pytest.fixture
