@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows import OPTIONS
-from flows.extract import extract
+from flows.extract import extract_to_end
 from flows.parameters import Again, Extraction, Reextraction, Retry
 from layertap.dataset import TokenDataset
 from layertap.dataset_files import FileState
@@ -27,7 +27,7 @@ def retry_failed_shards(retry: Retry) -> State[Any]:
 
     The run's own settings are taken from the root. Only what is missing is computed.
     """
-    return Completed(message=str(extract(_last(retry), shards=retry.shards)))
+    return extract_to_end(_last(retry), shards=retry.shards)
 
 
 @flow(name="reextract_when_changed", flow_run_name="{reextraction.run_name}", **OPTIONS)
@@ -40,18 +40,16 @@ def reextract_when_changed(reextraction: Reextraction) -> State[Any]:
     extraction = _last(reextraction)
     if reextraction.dataset:
         extraction = extraction.model_copy(update={"dataset": reextraction.dataset})
-    done = ""
-    while _has_changed(extraction):
+    end: State[Any] = Completed(name="Skipped", message="the dataset has not changed")
+    while not end.is_cancelled() and _has_changed(extraction):
         seen = _wait_until_still(extraction, reextraction.still_s)
         try:
-            done = str(extract(extraction))
+            end = extract_to_end(extraction)
         except DatasetError as error:
             if _files(extraction) == seen:
                 raise
             get_run_logger().warning("the dataset changed meanwhile, starting over: %s", error)
-    return (
-        Completed(message=done) if done else Completed(name="Skipped", message="the dataset has not changed")
-    )
+    return end
 
 
 def _last(again: Again) -> Extraction:

@@ -35,8 +35,13 @@ def extract_hidden_states(extraction: Extraction) -> State[Any]:
 
     What the root holds already is not computed again: start the same run again after any failure.
     """
+    return extract_to_end(extraction)
+
+
+def extract_to_end(extraction: Extraction, *, shards: Collection[int] = ()) -> State[Any]:
+    """The state that `extract` ends in, where it doesn't fail: Completed, or Cancelled if told to stop."""
     try:
-        return Completed(message=str(extract(extraction)))
+        return Completed(message=str(extract(extraction, shards=shards)))
     except StoppedError as error:
         return Cancelled(message=str(error))
 

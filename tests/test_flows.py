@@ -11,11 +11,13 @@ from prefect.utilities.schema_tools.validation import build_error_obj, validate
 from pydantic import ValidationError
 
 from deployments.bootstrap import PREFECT_FILE
+from flows import again
+from flows import extract as extract_flow
 from flows import lane as lane_flow
 from flows.extract import extract_hidden_states
 from flows.parameters import Advanced, Extraction, Preparation, Reextraction, Retry, Verification
 from layertap.coordinator import Run
-from layertap.errors import InputError
+from layertap.errors import InputError, StoppedError
 from layertap.store import Store
 from tests.models import saved, tiny_llama
 from tests.runs import save_rows, settings_for, some_rows
@@ -163,3 +165,20 @@ def test_a_lane_of_a_run_that_was_stopped_is_cancelled_and_says_how_to_go_on_als
     assert state.is_cancelled()
     told = f"run {run.run_id} was told to stop; to go on, press Retry on the run's coordinator"
     assert told in str(state.message) and folder_store.uri in str(state.message)
+
+
+def test_every_coordinator_that_was_told_to_stop_ends_as_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise StoppedError("run 1 was told to stop")
+
+    form = Extraction.model_validate(FORM)
+    monkeypatch.setattr(extract_flow, "extract", stopped)
+    monkeypatch.setattr(again, "_last", lambda _: form)
+    monkeypatch.setattr(again, "_has_changed", lambda _: True)
+    monkeypatch.setattr(again, "_wait_until_still", lambda *_: ())
+    ends = [
+        extract_hidden_states.fn(form),
+        again.retry_failed_shards.fn(Retry(root="model/run-1")),
+        again.reextract_when_changed.fn(Reextraction(root="model/run-1")),
+    ]
+    assert [(end.is_cancelled(), end.message) for end in ends] == [(True, "run 1 was told to stop")] * 3
