@@ -107,20 +107,24 @@ def retry(place: str, shards: tuple[int, ...] | None, lanes: int | None, state: 
 def cancel(place: str, state: Path) -> None:
     """End an extraction: all its lanes, and the coordinator if it lives.
 
-    Of a ROOT all runs are ended, of a RUN that one. What is committed stays; `retry` goes on with the rest.
+    Of a ROOT all runs are ended that have begun to extract; of a RUN that one, also while it waits or plans.
+    What is committed stays; `retry` goes on with the rest.
     """
     store = _open(place, state)
     from deployments.bootstrap import require_server
 
     require_server()
-    from flows.cancel import cancel_runs
+    from flows.cancel import cancel_flow_run, cancel_runs
     from layertap.run_records import RunRecords
 
-    runs = RunRecords(store).all()
     if not ("://" in place or Path(place).exists()):
-        runs = [run for run in runs if run.started_by == str(flow_run_of(place))]
+        click.echo(cancel_flow_run(str(flow_run_of(place))))
+        return
+    runs = RunRecords(store).all()
     if not runs:
-        raise InputError(f"no run of {place} has begun to extract: nothing to end")
+        raise InputError(
+            f"no run of {place} has begun to extract; to end one that waits or plans: layertap cancel RUN"
+        )
     click.echo(cancel_runs(store, str(runs[-1].request["root"]), runs))
 
 

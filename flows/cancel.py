@@ -44,10 +44,20 @@ def cancel_extraction(flow_run_id: str) -> str:
     Args:
         flow_run_id: Flow run of the coordinator; an event's resource is called prefect.flow-run.ID.
     """
-    flow_run_id = flow_run_id.removeprefix("prefect.flow-run.")
+    return cancel_flow_run(flow_run_id.removeprefix("prefect.flow-run."))
+
+
+def cancel_flow_run(flow_run_id: str) -> str:
+    """End a coordinator and its lanes, whether it extracts, plans or waits, and whether it lives."""
     storage, root = place_of(flow_run_id)
     store = open_store(storage, root)
-    return cancel_runs(store, root, [r for r in RunRecords(store).all() if r.started_by == flow_run_id])
+    ended = cancel_runs(store, root, _runs_of(store, flow_run_id), flow_run_id)
+    _stop(store, _runs_of(store, flow_run_id))  # it may have begun to extract meanwhile
+    return ended
+
+
+def _runs_of(store: Store, flow_run_id: str) -> list[RunRecord]:
+    return [run for run in RunRecords(store).all() if run.started_by == flow_run_id]
 
 
 def place_of(flow_run_id: str) -> tuple[str, str]:
@@ -58,19 +68,31 @@ def place_of(flow_run_id: str) -> tuple[str, str]:
     return form.get("storage", DEFAULT_STORAGE), form["root"]
 
 
-def cancel_runs(store: Store, root: str, runs: Collection[RunRecord]) -> str:
-    """End runs on a root, first in the store, then in Prefect; returns what was ended, in words."""
-    for run in runs:
-        if run.plan_id:
-            Catalog(store).stop(run.plan_id, run.run_id)
+def cancel_runs(store: Store, root: str, runs: Collection[RunRecord], *flow_runs: str) -> str:
+    """End runs on a root, first in the store, then in Prefect; returns what was ended, in words.
+
+    Args:
+        store: the root.
+        root: its folder under the storage block.
+        runs: those that have begun to extract.
+        flow_runs: other flow runs to end, which may not have come so far.
+    """
+    _stop(store, runs)
+    coordinators = {UUID(k) for k in (*flow_runs, *(run.started_by for run in runs)) if k}
     ended = "told the lanes through the store; Prefect's server is away, its states follow"
     with server_may_be_away(), get_client(sync_client=True) as client:
-        ended = _end_flow_runs(client, root, runs)
+        lanes = _lanes(client, root, {run.run_id for run in runs})
+        ended = _end_all(client, [*_living(client, coordinators), *lanes])
     return ended
 
 
-def _end_flow_runs(client: SyncPrefectClient, root: str, runs: Collection[RunRecord]) -> str:
-    living = _living(client, root, runs)
+def _stop(store: Store, runs: Collection[RunRecord]) -> None:
+    for run in runs:
+        if run.plan_id:
+            Catalog(store).stop(run.plan_id, run.run_id)
+
+
+def _end_all(client: SyncPrefectClient, living: Collection[FlowRun]) -> str:
     for flow_run in living:
         _end(client, flow_run)
     forced = _wait(client, [flow_run.id for flow_run in living])
@@ -78,18 +100,15 @@ def _end_flow_runs(client: SyncPrefectClient, root: str, runs: Collection[RunRec
     return f"ended: {names}" + (f"; {len(forced)} of them had no process left" if forced else "")
 
 
-def _living(client: SyncPrefectClient, root: str, runs: Collection[RunRecord]) -> list[FlowRun]:
-    """Coordinators and lanes of the runs, as far as Prefect knows them and they aren't over."""
-    ids = {run.run_id for run in runs}
+def _lanes(client: SyncPrefectClient, root: str, run_ids: Collection[str]) -> list[FlowRun]:
+    """Lanes of the runs that aren't over."""
     lanes = _read(client, FlowRunFilter(tags=FlowRunFilterTags(all_=[f"root:{root}"]), state=LIVES), LANE)
-    return [
-        *_living_of(client, [UUID(run.started_by) for run in runs if run.started_by]),
-        *(lane for lane in lanes if lane.parameters.get("run") in ids),
-    ]
+    return [lane for lane in lanes if lane.parameters.get("run") in run_ids]
 
 
-def _living_of(client: SyncPrefectClient, ids: list[UUID]) -> list[FlowRun]:
-    return _read(client, FlowRunFilter(id=FlowRunFilterId(any_=ids), state=LIVES))
+def _living(client: SyncPrefectClient, ids: Collection[UUID]) -> list[FlowRun]:
+    """Of flow runs those that aren't over; one that was deleted is."""
+    return _read(client, FlowRunFilter(id=FlowRunFilterId(any_=list(ids)), state=LIVES))
 
 
 def _read(client: SyncPrefectClient, wanted: FlowRunFilter, of: FlowFilter | None = None) -> list[FlowRun]:
@@ -109,10 +128,10 @@ def _end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
         client.set_flow_run_state(flow_run.id, Cancelled(message="its run was cancelled"), force=True)
 
 
-def _wait(client: SyncPrefectClient, ids: list[UUID]) -> list[UUID]:
+def _wait(client: SyncPrefectClient, ids: Collection[UUID]) -> list[UUID]:
     """Wait until the flow runs are over; those that are not in time are dead, and are marked Cancelled."""
     deadline = time.monotonic() + PATIENCE_S
-    while left := [flow_run.id for flow_run in _living_of(client, ids)]:
+    while left := [flow_run.id for flow_run in _living(client, ids)]:
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)

@@ -1,18 +1,22 @@
 """Who is ended with a run, as a real Prefect server tells it: coordinators and lanes that live."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from click.testing import CliRunner
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import Completed, Scheduled
+from prefect.states import Cancelling, Completed, Running, Scheduled
 
+from deployments import run_commands
 from flows import cancel
-from flows.cancel import cancel_runs
-from layertap.run_records import RunRecord
+from flows.cancel import cancel_flow_run, cancel_runs
+from layertap.catalog import Catalog
+from layertap.run_records import RunRecord, RunRecords
 from layertap.store import Store
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -61,3 +65,32 @@ def test_all_lanes_and_coordinators_that_live_are_ended_whoever_was_deleted_from
         assert client.read_flow_run(ended.id).state_name == "Cancelled"
     assert client.read_flow_run(done.id).state_name == "Completed"
     assert client.read_flow_run(stranger.id).state_name == "Scheduled"
+
+
+def test_the_command_ends_a_run_that_waits(
+    client: SyncPrefectClient, folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.storage.open_store", lambda storage, root: folder_store)
+    monkeypatch.setattr(cancel, "open_store", lambda storage, root: folder_store)
+    waiting = coordinator_of(client, Scheduled())
+    told = CliRunner().invoke(run_commands.cancel, [str(waiting.id), "--state", str(tmp_path)])
+    assert (told.exit_code, told.output) == (0, f"ended: {waiting.name}\n")
+    assert client.read_flow_run(waiting.id).state_name == "Cancelled"
+
+
+@pytest.mark.parametrize("state", [Running(), Cancelling()])
+def test_a_coordinator_that_died_while_it_planned_is_ended_and_so_are_lanes_that_it_may_have_sent(
+    client: SyncPrefectClient, folder_store: Store, monkeypatch: pytest.MonkeyPatch, state: State[Any]
+) -> None:
+    monkeypatch.setattr(cancel, "open_store", lambda storage, root: folder_store)
+    monkeypatch.setattr(cancel, "PATIENCE_S", 0.0)
+    planning, honest = coordinator_of(client, state), cancel._wait
+
+    def wait(*args: Any) -> Any:
+        RunRecords(folder_store).put(record_of("late", str(planning.id)))
+        return honest(*args)
+
+    monkeypatch.setattr(cancel, "_wait", wait)
+    assert cancel_flow_run(str(planning.id)) == f"ended: {planning.name}; 1 of them had no process left"
+    assert client.read_flow_run(planning.id).state_name == "Cancelled"
+    assert Catalog(folder_store).stopping("plan", "late")
