@@ -162,10 +162,12 @@ def stop(workers: Sequence[Worker]) -> None:
     A suspended worker doesn't see its engine end, so it takes no other flow run meanwhile.
     """
     workers = [worker for worker in workers if worker.process.poll() is None]
-    _end(_suspend(workers))
-    for worker in workers:
-        worker.process.terminate()
-        worker.process.resume()
+    try:
+        _end(_suspend(workers))
+    finally:  # nobody else would wake them
+        for worker in workers:
+            worker.process.terminate()
+            worker.process.resume()
     _, alive = psutil.wait_procs([worker.process for worker in workers], timeout=GRACE_S)
     for process in alive:
         process.kill()
@@ -193,17 +195,26 @@ def _flow_run(engine: psutil.Process) -> UUID | None:
 
 
 def _report_ended(flow_runs: Iterable[UUID]) -> None:
-    """Tell the server of the runs whose engines had no time to."""
+    """Tell the server of the runs whose engines had no time to; it may be away, or not know them any more."""
     import httpx
+    from prefect.exceptions import PrefectException
+
+    for flow_run in flow_runs:
+        try:
+            _set_ended(flow_run)
+        except (httpx.HTTPError, PrefectException) as error:
+            print(f"the server wasn't told that flow run {flow_run} ended with its worker: {error!r}")
+
+
+def _set_ended(flow_run: UUID) -> None:
     from prefect.client.orchestration import get_client
     from prefect.states import Cancelled, Crashed
 
-    for flow_run in flow_runs:
-        with contextlib.suppress(httpx.TransportError), get_client(sync_client=True) as client:
-            state = client.read_flow_run(flow_run).state
-            if state is not None and not state.is_final():
-                ended = Cancelled if state.is_cancelling() else Crashed
-                client.set_flow_run_state(flow_run, ended(message="its worker was stopped"), force=True)
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run).state
+        if state is not None and not state.is_final():
+            ended = Cancelled if state.is_cancelling() else Crashed
+            client.set_flow_run_state(flow_run, ended(message="its worker was stopped"), force=True)
 
 
 def _end(engines: Sequence[psutil.Process]) -> None:

@@ -1,12 +1,18 @@
 """Workers: one a visible GPU, pinned by UUID; unpinned ones where there is none."""
 
 import os
+import time
 from pathlib import Path
+from uuid import uuid4
 
+import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from deployments.workers import control_workers, lane_workers
+from deployments import workers
+from deployments.workers import Worker, control_workers, lane_workers
 from layertap.errors import DeviceError
+from tests.fake_prefect import answering
 
 GPUS = {"0": "GPU-aaaa-1", "1": "GPU-bbbb-2", "2": "GPU-bbcc-3"}
 
@@ -90,3 +96,35 @@ def test_coordinators_share_a_worker_in_their_own_pool() -> None:
     (worker,) = control_workers()
     assert worker.pool == "layertap-control"
     assert worker.limit > 1
+
+
+class Idler(Worker):
+    """A worker whose engine does nothing, until it is told to end."""
+
+    def _start(self) -> None:
+        environment = {**os.environ, "PREFECT__FLOW_RUN_ID": str(uuid4())}
+        command = ["sh", "-c", "sleep 60 & wait"]
+        self.process = psutil.Popen(command, env=environment, start_new_session=True)
+        while not self.engines():
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("status", [401, 404, 503])
+def test_workers_end_and_are_replaced_though_the_server_refuses_what_is_reported(
+    status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workers, "RESTART_S", 0.0)
+    with answering(status) as server:
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: url, PREFECT_CLIENT_MAX_RETRIES: 0}):
+            worker = Idler(control_workers()[0])
+            worker.look()
+            engines, first = worker.engines(), worker.process
+            first.kill()
+            first.wait()
+            worker.look()
+            engines += worker.engines()
+            workers.stop([worker])
+    assert worker.process is not first and worker.process.poll() is not None
+    assert not any(map(workers._alive, engines))
+    assert capsys.readouterr().out.count("the server wasn't told that flow run") == 2
