@@ -59,7 +59,8 @@ def server_may_be_away() -> Iterator[None]:
 def show_plan(rows: Sequence[tuple[str, str]]) -> None:
     """Show the plan as a table."""
     table = [{"item": name, "value": value} for name, value in rows]
-    create_table_artifact(table, key=PLAN, description="What this run is going to do")
+    with server_may_be_away():
+        create_table_artifact(table, key=PLAN, description="What this run is going to do")
 
 
 def show_outcome(report: Report) -> None:
@@ -86,10 +87,13 @@ class ProgressBoard:
     """Progress and shards of a run, kept up to date at a rate that the server bears."""
 
     def __init__(self) -> None:
-        self._progress = cast(UUID, create_progress_artifact(0.0, PROGRESS, "starting lanes"))
-        self._shards = cast(UUID, create_table_artifact([], SHARDS, "no shard yet"))
+        self._progress: UUID | None = None
+        self._shards: UUID | None = None
         self._progress_due = self._shards_due = self._line_due = time.monotonic()
         self._percent = 0.0
+        with server_may_be_away():
+            self._show_progress("starting lanes")
+            self._show_shards([], "no shard yet")
 
     def show(self, progress: RunProgress, *, last: bool = False) -> None:
         """Show `progress` unless the last update was a moment ago; the last one is always shown."""
@@ -101,10 +105,10 @@ class ProgressBoard:
         with server_may_be_away():
             if last or now >= self._progress_due:
                 self._progress_due = now + PROGRESS_EVERY_S
-                update_progress_artifact(self._progress, progress.percent, description=str(progress))
+                self._show_progress(str(progress))
             if last or now >= self._shards_due:
                 self._shards_due = now + SHARDS_EVERY_S
-                _update_table(self._shards, progress.shards, f"{_counts(progress)}. {_which(progress)}")
+                self._show_shards(progress.shards, f"{_counts(progress)}. {_which(progress)}")
 
     def show_waiting(self, why: str) -> None:
         """Show that the run waits, and what for, in the place of its progress."""
@@ -115,7 +119,19 @@ class ProgressBoard:
         if now >= self._progress_due:
             self._progress_due = now + PROGRESS_EVERY_S
             with server_may_be_away():
-                update_progress_artifact(self._progress, self._percent, description=why)
+                self._show_progress(why)
+
+    def _show_progress(self, text: str) -> None:
+        if self._progress is None:
+            self._progress = cast(UUID, create_progress_artifact(self._percent, PROGRESS, text))
+        else:
+            update_progress_artifact(self._progress, self._percent, description=text)
+
+    def _show_shards(self, table: list[dict[str, Any]], text: str) -> None:
+        if self._shards is None:
+            self._shards = cast(UUID, create_table_artifact(table, SHARDS, text))
+        else:
+            _update_table(self._shards, table, text)
 
 
 def _counts(progress: RunProgress) -> str:
