@@ -14,16 +14,26 @@ def open_place(place: str, state: Path | None) -> Store:
 
     Raises:
         InputError: it is neither.
+        NoServerError: Prefect's server doesn't answer, or refuses.
     """
     if _is_address(place):
         return open_root(place, state)
-    from deployments.bootstrap import require_server
+    from deployments.bootstrap import require_server, server_answers
 
     require_server()
+    from prefect.exceptions import ObjectNotFound
+
     from flows.cancel import place_of
     from tasks.storage import open_store
 
-    return open_store(*place_of(str(flow_run_of(place))))
+    try:
+        with server_answers():
+            storage, root = place_of(str(flow_run_of(place)))
+    except ObjectNotFound as error:
+        raise InputError(f"Prefect's server has no flow run {place}: name the root instead") from error
+    except KeyError as error:
+        raise InputError(f"{place} is a run that works on no root: name an extraction, or a root") from error
+    return open_store(storage, root)
 
 
 def quoted(place: str) -> str:

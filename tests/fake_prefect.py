@@ -1,4 +1,4 @@
-"""A stand-in for Prefect's server that answers everything with one status, for tests of who asks it."""
+"""A stand-in for Prefect's server that answers everything alike, for tests of who asks it."""
 
 import json
 import threading
@@ -9,11 +9,11 @@ from typing import Any
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers every request with one status, and keeps what was posted."""
+    """Answers every request with one status and body, and keeps what was posted."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, body: bytes) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.status = status
+        self.status, self.body = status, body
         self.posted: list[tuple[str, Any]] = []
 
 
@@ -22,8 +22,9 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.send_response(404 if "csrf-token" in self.path else self.server.status)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(len(self.server.body)))
         self.end_headers()
+        self.wfile.write(self.server.body)
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -35,8 +36,8 @@ class Answer(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def answering(status: int) -> Iterator[FakeServer]:
-    with FakeServer(status) as server:
+def answering(status: int, body: Any = None) -> Iterator[FakeServer]:
+    with FakeServer(status, json.dumps(body).encode() if body else b"") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield server

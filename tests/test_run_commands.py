@@ -1,5 +1,8 @@
 """Commands that ask Prefect's server: what they send it, and one line when it doesn't do it."""
 
+from typing import Any
+from uuid import uuid4
+
 import pytest
 from click.testing import CliRunner, Result
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -33,3 +36,27 @@ def test_notify_fails_where_nobody_was_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert [away.exit_code, refused.exit_code] == [1, 1]
     assert [away.stdout, refused.stdout] == ["", ""]
     assert "doesn't answer" in away.stderr and "PREFECT_API_AUTH_STRING" in refused.stderr
+
+
+RUN = str(uuid4())
+PREPARATION = {"id": RUN, "flow_id": RUN, "parameters": {"preparation": {"chats": "chats.jsonl"}}}
+EXTRACTION = ["run", "rows", "--target", "org/model", "--layers", "1", "--root", "model/run-1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "body", "code", "told"),
+    [
+        (EXTRACTION, 401, None, 1, "set PREFECT_API_AUTH_STRING"),
+        (["failures", RUN], 401, None, 1, "set PREFECT_API_AUTH_STRING"),
+        (["failures", "chats from rows"], 401, None, 1, "set PREFECT_API_AUTH_STRING"),
+        (["failures", RUN], 404, None, 2, f"no flow run {RUN}: name the root"),
+        (["failures", RUN], 200, PREPARATION, 2, f"{RUN} is a run that works on no root"),
+    ],
+)
+def test_what_the_server_refuses_or_knows_not_is_told_in_one_line(
+    arguments: list[str], status: int, body: Any, code: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with answering(status, body) as server:
+        result = layertap(server.server_port, monkeypatch, *arguments)
+    assert result.exit_code == code, result.output
+    assert told in result.stderr and result.stderr.count("\n") == 1
