@@ -14,8 +14,10 @@ MAX_RUNS = 5
 """Coordinators that went silent are started again until they have run so often."""
 
 COORDINATORS = ["extract_hidden_states", "retry_failed_shards", "reextract_when_changed"]
-FLOWS = [*COORDINATORS, "extraction_lane", "prepare_dataset", "cancel_extraction"]
-ENDS = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")]
+FLOWS = [*COORDINATORS, "extraction_lane", "prepare_dataset", "cancel_extraction", "verify"]
+OWN_ENDS = ("Skipped", "StoreFailed")
+ENDS = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", *OWN_ENDS)]
+"""Events of terminal states: they go by a state's name, and some flows name theirs."""
 
 
 def make_automations(silence: timedelta = SILENCE) -> list[str]:

@@ -10,10 +10,12 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import build_error_obj, validate
 from pydantic import ValidationError
 
+from deployments.automations import ENDS, FLOWS
 from deployments.bootstrap import PREFECT_FILE
 from flows import again
 from flows import extract as extract_flow
 from flows import lane as lane_flow
+from flows.dispatch import STORE_FAILED
 from flows.extract import extract_hidden_states
 from flows.parameters import Advanced, Extraction, Preparation, Reextraction, Retry, Verification
 from layertap.coordinator import Run
@@ -56,6 +58,12 @@ def test_lanes_go_to_the_gpu_pool_and_all_else_to_the_control_pool() -> None:
     pools = {d["entrypoint"].rsplit(".", 1)[-1]: d["work_pool"]["name"] for d in DEPLOYMENTS}
     assert pools.pop("extraction_lane") == "layertap-gpu"
     assert set(pools.values()) == {"layertap-control"}
+
+
+def test_every_flow_is_declared_dead_when_it_is_silent_and_not_once_it_has_ended() -> None:
+    names = {deployment["entrypoint"].rsplit(".", 1)[-1] for deployment in DEPLOYMENTS}
+    assert set(FLOWS) == names
+    assert {f"prefect.flow-run.{state}" for state in (STORE_FAILED, "Skipped", "Completed")} <= set(ENDS)
 
 
 BAD_VALUES = [
