@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed
 
 from flows import OPTIONS
-from flows.dispatch import Lanes
+from flows.dispatch import Lanes, LanesLostError
 from flows.parameters import Extraction
 from layertap.coordinator import Run
 from layertap.errors import StoppedError, StoreError
@@ -141,7 +141,10 @@ def look(run: Run, watch: Watch, lanes: Lanes, pause: StorePause, board: Progres
             run.check_stopped()
             if progress.silent_lanes:
                 pause.probe()
-            lanes.tend(progress)
+            try:
+                lanes.tend(progress)
+            except LanesLostError:  # lanes may have begun, worked and died since the store was looked at
+                lanes.tend(watch.poll())
             if words := lanes.hear():
                 pause.begin(words)
     if pause.reason:

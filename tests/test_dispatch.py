@@ -1,6 +1,8 @@
 """Which lanes a coordinator sends, replaces and gives up, by what the store and Prefect say of them."""
 
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -17,6 +19,9 @@ from flows.dispatch import (
     Lanes,
     LanesLostError,
 )
+from flows.extract import look
+from layertap.pause import StorePause
+from layertap.store import Store
 from layertap.watch import RunProgress
 
 RUNNING, PENDING = State(type=StateType.RUNNING), State(type=StateType.PENDING)
@@ -150,6 +155,20 @@ def test_a_run_without_lanes_is_given_up_with_their_last_words(clock: list[float
         for number in range(1 + SPARE_DEATHS + 1):
             lanes.becomes(f"lane-{number}", CRASHED)
             lanes.tend(seen())
+
+
+def test_lanes_that_worked_and_died_since_the_store_was_looked_at_are_replaced(
+    clock: list[float], folder_store: Store
+) -> None:
+    looks = [replace(seen(), shards_by_state={"waiting": 9 - k, "committed": k}) for k in (0, 5)]
+    lanes = OfflineLanes(1)
+    lanes.tend(seen())
+    lanes.becomes("lane-0", CRASHED)
+    run: Any = SimpleNamespace(check_stopped=lambda: None)
+    watch: Any = SimpleNamespace(poll=lambda: looks.pop(0))
+    board: Any = SimpleNamespace(show=lambda *_, **__: None)
+    assert not look(run, watch, lanes, StorePause(folder_store, 0), board)
+    assert len(lanes._live()) == 1
 
 
 def test_deaths_are_forgiven_when_a_shard_was_committed_since(clock: list[float]) -> None:
