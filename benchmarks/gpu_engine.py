@@ -5,8 +5,8 @@
 Row lengths are log-normal. Batches are planned, extracted and put as in a real run, two shards in flight;
 shards are deleted once their checksums are verified. In the same process: the matrix product alone (the
 ceiling), a batch of one row, and the forward pass of the same batches alone, eager and compiled. Clocks
-differ between cards and with heat, so compare within a run. Random weights amplify rounding beyond any
-tolerance, so a failed self-check is shown and means nothing here.
+differ between cards and with heat, so compare within a run. Random weights are made so that
+rounding isn't amplified (`gpu_targets`); a self-check is shown.
 
 With `--gpus N` one process a GPU: first the first alone, then all at once.
 """
