@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from layertap.catalog import Catalog, ShardRecord
+from layertap.errors import IntegrityError
 from layertap.records import sortable
 from layertap.shard_state import ShardState, ShardStatus, shard_state
 
@@ -120,11 +122,15 @@ def _of_plan(catalog: Catalog, plan_id: str) -> list[ShardFailure]:
 
 def _unsettled(catalog: Catalog, failures: Iterable[ShardFailure]) -> list[ShardFailure]:
     settled = sortable(catalog.settled().final_keys)
-    return [
-        failure
-        for failure in failures
-        if not np.isin(sortable(catalog.shard_rows(failure.plan_id, failure.shard).keys), settled).all()
-    ]
+    return [failure for failure in failures if not _is_settled(catalog, failure, settled)]
+
+
+def _is_settled(catalog: Catalog, failure: ShardFailure, settled: NDArray[Any]) -> bool:
+    try:
+        rows = catalog.shard_rows(failure.plan_id, failure.shard)
+    except IntegrityError:  # damaged rows may be why the shard failed
+        return False
+    return bool(np.isin(sortable(rows.keys), settled).all())
 
 
 def _read(

@@ -122,6 +122,14 @@ def test_failures_of_rows_that_another_plan_has_stored_count_no_more(
     assert (told.exit_code, told.output) == (0, "0 shards have failed, 0 of them for good\n")
 
 
+def test_a_shard_whose_rows_are_damaged_is_told_of(run: Run, folder_store: Store) -> None:
+    fail_on(run, 0, "a", "b")
+    path = f"plans/{plan_id_of(run)}/shard-00000.arrow"
+    whole = folder_store.get(path)
+    folder_store.put(path, whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "1 shards have failed" in CliRunner().invoke(failures, [folder_store.uri]).output
+
+
 def test_the_advice_names_a_run_by_its_id(
     run: Run, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,11 +59,12 @@ def fill(page: Page, **values: str) -> None:
 
 
 def submit_again(page: Page) -> None:
-    """Submit a corrected form: V2 of the UI still goes by the errors before, and wants it twice."""
+    """Submit a corrected form: V2 of the UI may still go by the errors before, and then wants it twice."""
     with page.expect_response("**/ui/schemas/validate"):
         page.get_by_role("button", name="Submit").click()
-    page.wait_for_timeout(1000)  # for the page to take the answer in
-    page.get_by_role("button", name="Submit").click()
+    page.wait_for_timeout(3000)  # for the page to take the answer in
+    if page.get_by_role("button", name="Submit").is_visible():
+        page.get_by_role("button", name="Submit").click()
     page.wait_for_url(re.compile(r"(?<!/run)$"))
 
 
