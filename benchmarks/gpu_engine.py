@@ -41,7 +41,6 @@ from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
 from layertap.progress import Clock
 from layertap.records import ShardRows
 from layertap.spec import ExtractionSpec
-from layertap.staging import slots_for
 from layertap.store import Store
 from layertap.target import Target
 
@@ -169,7 +168,7 @@ def engine(
                 target,
                 Store.folder(folder),
                 max_batch_bytes=cost.max_batch_bytes,
-                num_slots=slots_for(cost.max_batch_bytes, bytes_per_s=target.info.bytes_per_s(target.spec)),
+                num_slots=target.info.num_slots(target.spec, cost.max_batch_bytes),
                 clock=clock,
             ) as extractor,
             timed_taps(target) as taps,

@@ -16,7 +16,7 @@ def open_place(place: str, state: Path | None) -> Store:
         InputError: it is neither.
         NoServerError: Prefect's server doesn't answer, or refuses.
     """
-    if _is_address(place):
+    if is_address(place):
         return open_root(place, state)
     from deployments.bootstrap import require_server, server_answers
 
@@ -38,10 +38,11 @@ def open_place(place: str, state: Path | None) -> Store:
 
 def quoted(place: str) -> str:
     """The same place for a command line: an address, or the run's id, for other runs may bear its name."""
-    return shlex.quote(place if _is_address(place) else str(flow_run_of(place)))
+    return shlex.quote(place if is_address(place) else str(flow_run_of(place)))
 
 
-def _is_address(place: str) -> bool:
+def is_address(place: str) -> bool:
+    """Whether this is a root's address, and not a run."""
     return "://" in place or Path(place).exists()
 
 

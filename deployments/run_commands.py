@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deployments.commands import state_option
-from deployments.places import flow_run_of, open_place, quoted
+from deployments.places import flow_run_of, is_address, open_place, quoted
 from flows import DEFAULT_STORAGE
 from layertap.errors import InputError
 
@@ -117,7 +117,7 @@ def cancel(place: str, state: Path) -> None:
     from flows.cancel import cancel_flow_run, cancel_runs
     from layertap.run_records import RunRecords
 
-    if not ("://" in place or Path(place).exists()):
+    if not is_address(place):
         click.echo(cancel_flow_run(str(flow_run_of(place))))
         return
     runs = RunRecords(store).all()

@@ -19,6 +19,7 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
 from prefect.states import Cancelled, Cancelling
 
 from flows import DEFAULT_STORAGE, OPTIONS
+from flows.flow_runs import read_flow_runs
 from layertap.catalog import Catalog
 from layertap.run_records import RunRecord, RunRecords
 from layertap.store import Store
@@ -29,9 +30,6 @@ PATIENCE_S = 60.0
 """Seconds that coordinator and lanes have to end by themselves."""
 
 POLL_S = 2.0
-
-PAGE = 200
-"""Flow runs that Prefect's server tells at once."""
 
 LIVES = FlowRunFilterState(type=FlowRunFilterStateType(not_any_=sorted(TERMINAL_STATES)))
 LANE = FlowFilter(name=FlowFilterName(any_=["extraction_lane"]))
@@ -102,22 +100,15 @@ def _end_all(client: SyncPrefectClient, living: Collection[FlowRun]) -> str:
 
 def _lanes(client: SyncPrefectClient, root: str, run_ids: Collection[str]) -> list[FlowRun]:
     """Lanes of the runs that aren't over."""
-    lanes = _read(client, FlowRunFilter(tags=FlowRunFilterTags(all_=[f"root:{root}"]), state=LIVES), LANE)
+    lanes = read_flow_runs(
+        client, FlowRunFilter(tags=FlowRunFilterTags(all_=[f"root:{root}"]), state=LIVES), LANE
+    )
     return [lane for lane in lanes if lane.parameters.get("run") in run_ids]
 
 
 def _living(client: SyncPrefectClient, ids: Collection[UUID]) -> list[FlowRun]:
     """Of flow runs those that aren't over; one that was deleted is."""
-    return _read(client, FlowRunFilter(id=FlowRunFilterId(any_=list(ids)), state=LIVES))
-
-
-def _read(client: SyncPrefectClient, wanted: FlowRunFilter, of: FlowFilter | None = None) -> list[FlowRun]:
-    found: list[FlowRun] = []
-    while page := client.read_flow_runs(
-        flow_filter=of, flow_run_filter=wanted, limit=PAGE, offset=len(found)
-    ):
-        found += page
-    return found
+    return read_flow_runs(client, FlowRunFilter(id=FlowRunFilterId(any_=list(ids)), state=LIVES))
 
 
 def _end(client: SyncPrefectClient, flow_run: FlowRun) -> None:

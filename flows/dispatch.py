@@ -13,6 +13,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.states import Cancelled, Cancelling, Crashed
 
+from flows.flow_runs import read_flow_runs
 from layertap.errors import LayertapError
 from layertap.shard_state import ShardState
 from layertap.watch import RunProgress
@@ -241,4 +242,4 @@ class Lanes:
 def _read(client: SyncPrefectClient, ids: list[UUID]) -> list[FlowRun]:
     if not ids:
         return []
-    return client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=ids)), limit=len(ids))
+    return read_flow_runs(client, FlowRunFilter(id=FlowRunFilterId(any_=ids)))

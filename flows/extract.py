@@ -109,9 +109,7 @@ def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
                     speed.show()
                 time.sleep(POLL_S)
         except BaseException:
-            with suppress(
-                StoreError
-            ):  # where it is the store that failed, lanes end with it or are cancelled
+            with suppress(StoreError):  # a store that failed ends its lanes itself
                 run.stop()
             raise
     speed.show(last=True)  # lanes tell their last when they end

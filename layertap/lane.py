@@ -33,7 +33,6 @@ from layertap.log_tail import LogTail
 from layertap.progress import Clock
 from layertap.records import now
 from layertap.shard_state import ShardState
-from layertap.staging import slots_for
 from layertap.store import Store
 from layertap.store_check import probe
 from layertap.target import Target, compare_canary
@@ -161,13 +160,12 @@ class Lane:
         if strict_kernels:
             self.target.refuse_slow_kernels()
         max_batch_bytes = self.plan.max_batch_bytes
-        bytes_per_s = self.target.info.bytes_per_s(self.target.spec)
         with self.clock.spent("loading"):
             self.extractor = Extractor(
                 self.target,
                 self.catalog.store,
                 max_batch_bytes=max_batch_bytes,
-                num_slots=slots_for(max_batch_bytes, bytes_per_s=bytes_per_s),
+                num_slots=self.target.info.num_slots(self.target.spec, max_batch_bytes),
                 clock=self.clock,
             )
         self._lane_log = LaneLog(

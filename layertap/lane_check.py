@@ -3,7 +3,7 @@
 What a lane takes at its peak is reckoned roughly, in bytes:
 
     weights      parameters of the whole target * bytes of a state; not counted for quantised checkpoints
-    slots        their number (`staging.slots_for`) times the plan's largest batch file
+    slots        their number (`TargetInfo.num_slots`) times the plan's largest batch file
     activations  tokens of the largest batch * bytes of a state
                  * ((2 * stored states + 8) * hidden size + 3 * widest matrix of a layer)
 
@@ -30,7 +30,7 @@ from layertap.gpu_caches import use_caches
 from layertap.host import device_name, find_device, host_name, own_device
 from layertap.host_memory import available_memory
 from layertap.kernels import keep_gpu_kernels_out
-from layertap.staging import slot_nbytes, slots_for
+from layertap.staging import slot_nbytes
 from layertap.target_info import Source, TargetInfo, find_backbone, load_config, meta_model
 
 PROCESS_BYTES = 3 << 30
@@ -64,8 +64,7 @@ class Needs:
         of_token = (2 * spec.num_states + 8) * hidden_size + 3 * widest
         is_quantized = root.target.get("quantization") is not None
         slot_bytes = slot_nbytes(plan.max_batch_bytes, spec=spec, hidden_size=hidden_size)
-        rate = TargetInfo(**root.target).bytes_per_s(spec)
-        num_slots = slots_for(plan.max_batch_bytes, bytes_per_s=rate)
+        num_slots = TargetInfo(**root.target).num_slots(spec, plan.max_batch_bytes)
         return cls(
             num_slots=num_slots,
             weights=0 if is_quantized else sum(p.numel() for p in model.parameters()) * spec.item_bytes,

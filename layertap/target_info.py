@@ -16,6 +16,7 @@ from layertap.errors import SpecError, TargetError
 from layertap.kernels import keep_gpu_kernels_out
 from layertap.plan import H200_FLOPS_PER_S
 from layertap.spec import ExtractionSpec
+from layertap.staging import slots_for
 
 CONFIG = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -98,10 +99,11 @@ class TargetInfo:
             self.num_parameters * num_executed_layers(spec, self.num_hidden_layers) // self.num_hidden_layers
         )
 
-    def bytes_per_s(self, spec: ExtractionSpec) -> float:
-        """What an H200 makes of states in a second."""
+    def num_slots(self, spec: ExtractionSpec, max_batch_bytes: int) -> int:
+        """How many slots a lane has, reckoned by what an H200 makes of states in a second."""
         tokens_per_s = H200_FLOPS_PER_S / (2 * self.executed_parameters(spec))
-        return tokens_per_s * spec.bytes_per_token(self.hidden_size)
+        bytes_per_s = tokens_per_s * spec.bytes_per_token(self.hidden_size)
+        return slots_for(max_batch_bytes, bytes_per_s=bytes_per_s)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""

@@ -13,7 +13,7 @@ import psutil
 from layertap.coordinator import Run
 from layertap.object_server import ObjectServer
 from layertap.plan import PlanSettings
-from layertap.staging import slot_nbytes, slots_for
+from layertap.staging import slot_nbytes
 from layertap.store import Store
 from tests.models import saved, tiny_llama
 from tests.proxy import Proxy
@@ -77,7 +77,7 @@ def _one_lane(settings: Any, server: ObjectServer, root: str) -> dict[str, Any]:
     seconds = record["seconds"]
     begin, end = min(o.started_at for o in outcomes), max(o.ended_at for o in outcomes)
     spec, info, max_batch_bytes = run.preview.spec, run.preview.info, run.plan.max_batch_bytes
-    num_slots = slots_for(max_batch_bytes, bytes_per_s=info.bytes_per_s(spec))
+    num_slots = info.num_slots(spec, max_batch_bytes)
     return {
         "bytes": sum(outcome.nbytes for outcome in outcomes),
         "seconds": max(1.0, (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()),

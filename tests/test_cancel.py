@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelling, Completed, Running, Scheduled
 
 from deployments import run_commands
-from flows import cancel
+from flows import cancel, flow_runs
 from flows.cancel import cancel_flow_run, cancel_runs
 from layertap.catalog import Catalog
 from layertap.run_records import RunRecord, RunRecords
@@ -53,7 +53,7 @@ def record_of(run_id: str, started_by: str) -> RunRecord:
 def test_all_lanes_and_coordinators_that_live_are_ended_whoever_was_deleted_from_prefect(
     client: SyncPrefectClient, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cancel, "PAGE", 2)
+    monkeypatch.setattr(flow_runs, "PAGE", 2)
     done, waiting = coordinator_of(client, Completed()), coordinator_of(client, Scheduled())
     started_by = {"0": str(uuid4()), "1": str(done.id), "2": str(waiting.id)}
     lanes = [lane_of(client, run) for run in "00222"]
