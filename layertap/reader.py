@@ -126,6 +126,11 @@ class HiddenStates(Dataset[Row]):
         return self._parts[0].version
 
     @property
+    def content(self) -> str:
+        """What tells these rows from others: the version's `content`, and the joined one's."""
+        return "+".join(part.version.content for part in self._parts)
+
+    @property
     def spec(self) -> ExtractionSpec:
         """What the root holds; of a joined one, `layer_ids` and `last_hidden_state` know."""
         return self._parts[0].spec

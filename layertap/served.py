@@ -29,8 +29,15 @@ MIN_AGREEMENT = 0.95
 VOCAB_CHUNK = 16_384
 """Rows of the head that are widened to float32 at a time."""
 
-LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""Fields of a config that say that logits are more than the head's product."""
+LOGIT_CHANGES = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "output_logit_soft_cap",
+)
+"""Fields of a config that say that logits are more than the head's product, unless they are 1 or nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +64,8 @@ class Head:
                 "--last-hidden-state pre_norm"
             )
         files = TargetFiles(states.store)
-        if changes := {name: files.config[name] for name in LOGIT_CHANGES if files.config.get(name)}:
+        config = {**files.config, **files.config.get("text_config", {})}
+        if changes := {name: config[name] for name in LOGIT_CHANGES if config.get(name) not in (None, 0, 1)}:
             raise SpecError(
                 f"this target changes its logits after the head, which isn't computed here: {changes}"
             )
@@ -97,7 +105,8 @@ def check_served(
         store: the root.
         endpoint: address of a server with vLLM's or SGLang's API.
         model: the served model's name; may be left out where the server has only one.
-        num_rows: rows to ask about, spread evenly over those with a supervised token.
+        num_rows: rows to look at, spread evenly over the version; asked about are those of them with a
+            supervised token.
         version: which version; by default the newest complete one.
 
     Raises:

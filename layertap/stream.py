@@ -146,7 +146,7 @@ class RowStream(IterableDataset[Any]):
 
     def _state_at(self, position: Position) -> dict[str, Any]:
         return {
-            "content": self.states.version.content,
+            "content": self.states.content,
             "num_rows": len(self.states),
             "settings": self.settings.to_dict(),
             "epoch": position.epoch,

@@ -245,11 +245,7 @@ class TargetFiles:
             CatalogError: the checkpoint had none that can be read; says why.
             IntegrityError: its file was damaged.
         """
-        if part in self.record.missing and part not in self.record.tensors:
-            raise CatalogError(f"{self.store.uri} has no {part} of the target: {self.record.missing[part]}")
-        described = self.record.tensors[part]
-        if "tied_to" in described:
-            return self.weight(described["tied_to"])
+        described = self.describe(part)
         local = self.store.local_path(f"target/{described['file']}")
         if local is None:
             return load(self._get(described["file"]))[described["name"]]
@@ -257,6 +253,17 @@ class TargetFiles:
         with safe_open(local, "pt") as file:
             found: Tensor = file.get_tensor(described["name"])
         return found
+
+    def describe(self, part: Part) -> dict[str, Any]:
+        """File, name, dtype and shape of a part's tensor; of a tied head, those of the embedding.
+
+        Raises:
+            CatalogError: the checkpoint had none that can be read; says why.
+        """
+        if part in self.record.missing and part not in self.record.tensors:
+            raise CatalogError(f"{self.store.uri} has no {part} of the target: {self.record.missing[part]}")
+        described = self.record.tensors[part]
+        return self.describe(described["tied_to"]) if "tied_to" in described else described
 
     def final_norm(self) -> FinalNorm:
         """The target's final norm.

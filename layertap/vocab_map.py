@@ -113,7 +113,7 @@ def count_supervised(
         version: of a root; by default the newest complete one.
 
     Returns:
-        [V] counts by token id, and the ids of special tokens.
+        [V] counts by token id, and the ids of the target's special tokens.
 
     Raises:
         InputError: neither a root nor a dataset, no target for a dataset, or no tokenizer that loads.
@@ -122,14 +122,13 @@ def count_supervised(
     store = Store.open(source)
     if store.exists(ROOT):
         counts = counts_of_version(HiddenStates(store, version=version))
-        special = special_tokens(target, revision=revision) if target else special_tokens_of_root(store)
-        return counts, special
-    if target is None:
+    elif target is None:
         raise InputError(f"{source} is no root, and for a dataset the target is needed: give --target")
-    dataset = TokenDataset.open(source)
-    vocab_size = inspect_target(target, revision=revision).vocab_size
-    counts = counts_of_dataset(dataset, vocab_size=vocab_size, max_length=max_length)
-    return counts, special_tokens(target, revision=revision)
+    else:
+        dataset, vocab_size = TokenDataset.open(source), inspect_target(target, revision=revision).vocab_size
+        counts = counts_of_dataset(dataset, vocab_size=vocab_size, max_length=max_length)
+    special = special_tokens(target, revision=revision) if target else special_tokens_of_root(store)
+    return counts, {k for k in special if k < len(counts)}  # a tokenizer may have tokens that its model lacks
 
 
 def counts_of_version(states: HiddenStates) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layertap import HiddenStates
-from layertap.errors import MissingRowError, SpecMismatchError
+from layertap.errors import InputError, MissingRowError, SpecMismatchError
 from layertap.spec import ExtractionSpec
 from layertap.store import Store
 from layertap.versions import NOT_EXTRACTED
@@ -93,6 +93,15 @@ def test_rows_that_one_root_lacks_are_missing_and_say_why(first: Store, tmp_path
     uri = f"version 1 of {second.uri}"
     assert reasons[0] == f"not in {uri}: its dataset has no row of these tokens"
     assert reasons[int(other.missing["row"][0].as_py()) + 2] == f"not in {uri}: {NOT_EXTRACTED}"
+
+
+def test_a_stream_s_state_is_of_both_versions(first: Store, tmp_path: Path) -> None:
+    second = fill(tmp_path / "b", list(range(20)), layer_ids=[1, 3])
+    other = fill(tmp_path / "c", list(range(19, -1, -1)), layer_ids=[1, 3])
+    state = HiddenStates(first, join=second).stream().state_dict()
+    HiddenStates(first, join=second).stream().load_state_dict(state)
+    with pytest.raises(InputError, match="the state is of another stream"):
+        HiddenStates(first, join=other).stream().load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from layertap.errors import EndpointError, FidelityError, SpecError
 from layertap.fidelity import latest
 from layertap.served import check_served
 from layertap.store import Store
+from layertap.target_files import TargetFiles
 from tests.model_server import ModelServer, serving
 from tests.models import saved, tiny_hybrid, tiny_llama
 from tests.runs import run_lane, save_rows, settings_for, some_rows
@@ -189,6 +190,18 @@ def test_servers_that_cannot_be_asked_are_named(llama_root: Store, llama: Any):
         pytest.raises(EndpointError, match="gives no log probabilities of a prompt by token id"),
     ):
         check_served(llama_root, address)
+
+
+@pytest.mark.parametrize(
+    "config", [{"logit_scale": 0.06}, {"text_config": {"final_logit_softcapping": 30.0}, "logit_scale": 1}]
+)
+def test_a_target_that_changes_its_logits_is_refused(
+    llama_root: Store, right: str, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+):
+    monkeypatch.setattr(TargetFiles, "config", config)
+    changed = {"final_logit_softcapping": 30.0} if "text_config" in config else config
+    with pytest.raises(SpecError, match=f"changes its logits after the head, .*: {changed}$"):
+        check_served(llama_root, right)
 
 
 def test_a_root_without_last_states_is_refused(tmp_path: Path, right: str):

@@ -4,6 +4,7 @@ The trainers' own readers are in tests/contracts, which `make contracts` runs.
 """
 
 import json
+import shutil
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -296,6 +297,16 @@ def test_what_a_root_lacks_is_said(
         export_to(root, tmp_path / "out", trainer, **options)
     if last == "none":
         export_to(root, tmp_path / "dflash", "specforge", algorithm="dflash")
+
+
+def test_automodel_wants_the_target_s_embedding(plain_root: str, tmp_path: Path) -> None:
+    root = shutil.copytree(plain_root, tmp_path / "root")
+    record = json.loads((root / "target" / "target.json").read_text())
+    del record["tensors"]["embed_tokens"]
+    record["missing"]["embed_tokens"] = "model.embed_tokens.weight is quantised (I8)"
+    (root / "target" / "target.json").write_text(json.dumps(record))
+    with pytest.raises(CatalogError, match="has no embed_tokens of the target: .* is quantised"):
+        plan_export(str(root), tmp_path / "out", "automodel", seq_length=9, target_name="tiny")
 
 
 def test_eagle3_takes_three_layers(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ COUNTS = {4: 3, 7: 2, 2: 1, 3: 1, 300: 1}
 """Counted by hand: how often each token is supervised, in the first five tokens of the good rows."""
 
 SPECIAL = {500: "<|end|>", 11: "<|start|>"}
+BEYOND = "<|pad|>"
+"""A special token of the tokenizer's that the target's vocabulary hasn't."""
+
 STOP = 20
 
 
@@ -37,12 +40,14 @@ def invoke(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Llama with two special tokens, and another stop token in its generation config."""
+    """A tiny Llama with two special tokens, one more in its tokenizer, and a stop token of its own."""
     folder = tmp_path_factory.mktemp("target")
     words = {f"w{k}": k for k in range(VOCAB_SIZE)}
     words = {SPECIAL.get(k, word): k for word, k in words.items()}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0")))
-    tokenizer.add_special_tokens({"eos_token": SPECIAL[500], "additional_special_tokens": [SPECIAL[11]]})
+    tokenizer.add_special_tokens(
+        {"eos_token": SPECIAL[500], "additional_special_tokens": [SPECIAL[11], BEYOND]}
+    )
     saved(tiny_llama(), folder)
     tokenizer.save_pretrained(folder)
     GenerationConfig(eos_token_id=[500, STOP]).save_pretrained(folder)

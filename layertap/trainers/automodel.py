@@ -47,7 +47,7 @@ class AutomodelFiles(Layout):
             part = range(start, min(start + SHARD_ROWS, len(rows)))
             nbytes = len(part) * row_bytes + FILE_OVERHEAD_BYTES
             yield OutFile(name=f"shard-{number:06d}.safetensors", nbytes=nbytes, rows=part)
-        vocab_size = TargetFiles(rows.states.store).record.tensors["embed_tokens"]["shape"][0]
+        vocab_size = TargetFiles(rows.states.store).describe("embed_tokens")["shape"][0]
         nbytes = 2 * vocab_size * hidden_size * spec.item_bytes + FILE_OVERHEAD_BYTES
         yield OutFile(name=WEIGHTS, nbytes=nbytes)
 
