@@ -219,12 +219,11 @@ class StoredRows:
 
     def _damage(self, i: int, data: Tensor) -> str | None:
         """Whether the bytes aren't those that were stored, or are another row's."""
+        found = crc64nvme(data.numpy().data)  # first: hashing a few ids would wait for the disk with the GIL
         ids = data[-4 * int(self.places.num_tokens[i]) :].numpy()
         if hashlib.blake2b(ids.data, digest_size=16).digest() != self.keys[i].tobytes():
             return "don't end with the token ids of"
-        if crc64nvme(data.numpy().data) != self._crc64nvme[i]:
-            return "don't have the CRC64NVME of"
-        return None
+        return None if found == self._crc64nvme[i] else "don't have the CRC64NVME of"
 
     def _load(self, path: str, offset: int, nbytes: int) -> Tensor:
         local = self.store.local_path(path)
@@ -255,7 +254,8 @@ def _load_file(path: Path, offset: int, nbytes: int) -> Tensor:
         if len(_live_maps) >= MAX_LIVE_MAPS:
             return _copied(os.pread(file.fileno(), nbytes, offset))
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        # read ahead as one, not page after page; `mmap.madvise` would hold the GIL meanwhile
+        os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
         mapped = mmap.mmap(file.fileno(), offset + nbytes - start, access=mmap.ACCESS_COPY, offset=start)
-    mapped.madvise(mmap.MADV_WILLNEED)  # read ahead as one, not page after page
     _live_maps.add(mapped)
     return torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - start)
