@@ -40,6 +40,9 @@ def modeling_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 pytestmark = pytest.mark.timeout(600)  # the compiler takes its time
 
+NEAR = 1e-3 if DEVICE.type == "cuda" else 1e-4
+"""Relative; Triton multiplies float32 as TF32, by which two tilings of one kernel of fla differ."""
+
 SPEC = ExtractionSpec(
     target_identity="in memory", layer_ids=(0, 3), last_hidden_state="none", dtype="float32"
 )
@@ -55,7 +58,7 @@ def test_compiled_layers_tap_the_same_states_for_any_shape(make: Any) -> None:
     target.compile(max_batch_tokens=256)
     for ids_BT, expected in zip(batches, eager, strict=True):
         for mine, theirs in zip(target.tap(ids_BT), expected, strict=True):
-            assert float((mine - theirs).norm() / theirs.norm()) < 1e-4
+            assert float((mine - theirs).norm() / theirs.norm()) < NEAR
     target.self_check()
     after = target.environment()
     assert (before["compiled"], after["compiled"]) == (False, True)
@@ -129,7 +132,7 @@ def test_the_fused_delta_net_is_the_plain_one() -> None:
         fused = [model(input_ids=ids_BT, use_cache=False).last_hidden_state for ids_BT in batches]
     assert sum(is_fused(block) for block in model.modules()) == 6
     for mine, theirs in zip(fused, plain, strict=True):
-        assert float((mine - theirs).norm() / theirs.norm()) < 1e-4
+        assert float((mine - theirs).norm() / theirs.norm()) < NEAR
 
 
 def test_the_fused_attention_is_the_plain_one() -> None:
@@ -143,7 +146,7 @@ def test_the_fused_attention_is_the_plain_one() -> None:
         fused = [model(input_ids=ids_BT, use_cache=False).last_hidden_state for ids_BT in batches]
     assert sum(attention.is_fused(block) for block in model.modules()) == 2
     for mine, theirs in zip(fused, plain, strict=True):
-        assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
+        assert float((mine - theirs).norm() / theirs.norm()) < NEAR / 10
 
 
 def test_eager_attention_stays_as_it_is() -> None:
