@@ -58,6 +58,7 @@ class Lanes:
         self._states: dict[UUID, State[Any]] = {}
         self._names: dict[UUID, str] = {}
         self._seen_working: set[str] = set()
+        self._have_committed = False
         self._idle_since: dict[UUID, float] = {}
         self._lost: dict[UUID, float] = {}
         """Lanes that were given up, and when."""
@@ -98,7 +99,7 @@ class Lanes:
         Returns:
             Their names.
         """
-        if is_true or self._seen_working:
+        if is_true or self._have_worked():
             self._excused |= self._heard
         return [self._names[k] for k in self._heard]
 
@@ -141,7 +142,12 @@ class Lanes:
         """Forget deaths once a shard was committed after them: hosts come and go in a long run."""
         num_committed = progress.shards_by_state.get(ShardState.COMMITTED, 0)
         if num_committed > self._num_committed:
+            self._have_committed |= bool(self._states)  # before any was sent, another run's did
             self._num_committed, self._num_forgiven = num_committed, self._num_dead()
+
+    def _have_worked(self) -> bool:
+        """Whether a lane ever did: between two looks one may claim, commit and give back all it holds."""
+        return bool(self._seen_working) or self._have_committed
 
     def _num_dead(self) -> int:
         ended = {k for k, state in self._states.items() if state.is_failed() or state.is_crashed()}
@@ -166,7 +172,7 @@ class Lanes:
         num_waiting = sum(self._names[k] not in self._seen_working for k in live)
         num_wanted = self._num_lanes - self._num_cancelled()
         num_dead = self._num_dead() - self._num_forgiven
-        num_bearable = self._num_lanes + (SPARE_DEATHS if self._seen_working else 0)
+        num_bearable = self._num_lanes + (SPARE_DEATHS if self._have_worked() else 0)
         if num_wanted > 0 and num_dead < num_bearable:
             return max(0, min(num_wanted - len(live), progress.num_claimable - num_waiting))
         if not live and not progress.lanes:

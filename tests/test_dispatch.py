@@ -157,6 +157,26 @@ def test_a_run_without_lanes_is_given_up_with_their_last_words(clock: list[float
             lanes.tend(seen())
 
 
+def test_lanes_that_gave_back_what_they_held_before_anybody_looked_have_worked_if_shards_were_committed(
+    clock: list[float],
+) -> None:
+    lanes = OfflineLanes(2)
+    lanes.tend(seen(committed=3))
+    lanes.tend(seen(committed=14))
+    for name in ("lane-0", "lane-1"):
+        lanes.becomes(name, CRASHED)
+    lanes.tend(seen(committed=14))
+    assert [lanes._names[k] for k in lanes._live()] == ["lane-2", "lane-3"]
+
+
+def test_what_earlier_runs_committed_excuses_no_lane(clock: list[float]) -> None:
+    lanes = OfflineLanes(1)
+    lanes.tend(seen(committed=3))
+    lanes.becomes("lane-0", CRASHED)
+    with pytest.raises(LanesLostError):
+        lanes.tend(seen(committed=3))
+
+
 def test_lanes_that_worked_and_died_since_the_store_was_looked_at_are_replaced(
     clock: list[float], folder_store: Store
 ) -> None:
