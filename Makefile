@@ -33,7 +33,8 @@ demo: $(READY)  ## extract a small real dataset through the whole stack, check i
 
 test: $(READY) $(OLDEST)/.ready  ## the tests, and those of the engine again on the oldest transformers
 	$(BIN)/python -m pytest -m "not debian and not long"
-	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest tests/test_target.py tests/test_extract.py tests/test_compiled.py
+	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest tests/test_target.py tests/test_extract.py tests/test_compiled.py \
+	    tests/test_forward_bench.py
 
 system: $(READY)  ## the tests that `test` leaves out: on Debian's postgresql and chromium, and the longest ones
 	$(BIN)/python -m pytest -m "debian or long"
@@ -65,7 +66,7 @@ example: $(READY)  ## train a small drafter on a root, and on wrong states, and 
 	$(BIN)/python examples/compare_drafters.py $(EXAMPLE)/root $(EXAMPLE)/map.pt $(EXAMPLE)/outcomes \
 	    --live 40 --plot docs/drafter.png
 
-bench: $(READY)  ## ratios of writing, the engine, planning and reading on this machine, in a quarter of an hour
+bench: $(READY)  ## ratios of writing, the engine, planning, reading and, on a GPU, the forward pass, in a quarter of an hour
 	@mkdir -p build
 	$(BIN)/layertap bench --json build/bench.json
 

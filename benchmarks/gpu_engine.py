@@ -6,13 +6,13 @@ Row lengths are log-normal. Batches are planned, extracted and put as in a real 
 shards are deleted once their checksums are verified. In the same process: the matrix product alone (the
 ceiling), a batch of one row, and the forward pass of the same batches alone, eager and compiled. Clocks
 differ between cards and with heat, so compare within a run. Random weights are made so that
-rounding isn't amplified (`gpu_targets`); a self-check is shown.
+rounding isn't amplified (`layertap.bench.random_targets`); a self-check is shown.
 
-With `--gpus N` one process a GPU: first the first alone, then all at once.
+With `--gpus N` one process a GPU: first the first alone, then all at once. Figures are printed as they come,
+then the ratios as a table.
 """
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -22,9 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +30,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.gpu_targets import LAYER_IDS, build
-from layertap.bench.engine import is_as_written
+from benchmarks.gpu_table import ratios
+from benchmarks.steady_run import SteadyRun
+from layertap.bench.command import show
+from layertap.bench.forward import Batch, batch_of, forward_alone, matmul_flops_per_s, synchronize
+from layertap.bench.random_targets import LAYER_IDS, build
 from layertap.errors import SelfCheckError
-from layertap.extract import Extractor, ShardResult
+from layertap.extract import Extractor
 from layertap.gpu_caches import use_caches
 from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
 from layertap.progress import Clock
@@ -45,8 +46,6 @@ from layertap.store import Store
 from layertap.target import Target
 
 SIGMA = 0.9
-WARM_S = 8.0
-"""Seconds of the engine before it is measured: threads, page cache and clocks settle."""
 
 BARRIER_S = 300.0
 """Seconds, beside those in which the first GPU runs alone, that GPUs wait for one another."""
@@ -74,84 +73,6 @@ def shards_of(options: argparse.Namespace, spec: ExtractionSpec) -> tuple[list[S
         tokens = [random.integers(0, 512, n, dtype=np.int32) for n in plan.num_tokens[part]]
         shards.append(ShardRows.of(plan.keys[part], plan.batch[part], tokens))
     return shards, plan
-
-
-def verify_and_delete(folder: Path, prefix: str, result: ShardResult) -> None:
-    """Read a shard back through the page cache, compare checksums, delete it."""
-    for file in [*result.files, result.index]:
-        if not is_as_written(folder / prefix / file["name"], file):
-            raise SystemExit(f"{prefix}/{file['name']} isn't what was written")
-    shutil.rmtree(folder / prefix)
-
-
-def dirty_bytes() -> int:
-    """Bytes the page cache has still to write."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("Dirty", "Writeback"))
-
-
-@dataclass
-class SteadyRun:
-    """The engine running on before and after the stretch that is measured."""
-
-    extractor: Extractor
-    shards: list[ShardRows]
-    folder: Path
-    clock: Clock
-    stored: list[tuple[float, int, int]] = field(default_factory=list)
-    """When a batch was durable, its rows and its tokens."""
-
-    results: list[ShardResult] = field(default_factory=list)
-    spent: dict[str, float] = field(default_factory=dict)
-    elapsed_s: float = 0.0
-    dirty_bytes: int = 0
-
-    def measure(self, seconds: float) -> tuple[float, int, int]:
-        """Extract shard after shard, two in flight.
-
-        Returns:
-            Seconds from the first batch stored in the stretch to the last; rows and tokens after the first.
-        """
-        with ThreadPoolExecutor(1) as self._verifying, ThreadPoolExecutor(2) as self._in_flight:
-            self._numbers = itertools.count()
-            self._running: set[Future[None]] = set()
-            self._verified: list[Future[None]] = []
-            self._go_on(WARM_S)
-            before, begin = self.clock.seconds, time.perf_counter()
-            self._go_on(seconds)
-            after, end = self.clock.seconds, time.perf_counter()
-            self.dirty_bytes = dirty_bytes()
-            for future in self._running:
-                future.result()
-            for future in self._verified:
-                future.result()
-        self.elapsed_s = end - begin
-        self.spent = {on: s - before.get(on, 0.0) for on, s in after.items()}
-        counted = sorted(batch for batch in self.stored if begin <= batch[0] <= end)
-        rows, tokens = (sum(batch[k] for batch in counted[1:]) for k in (1, 2))
-        return counted[-1][0] - counted[0][0], rows, tokens
-
-    def _go_on(self, seconds: float) -> None:
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            while len(self._running) < 2:
-                self._running.add(self._in_flight.submit(self._extract, next(self._numbers)))
-            done, self._running = wait(self._running, timeout=0.1, return_when=FIRST_COMPLETED)
-            for future in done:
-                future.result()
-
-    def _extract(self, number: int) -> None:
-        prefix, so_far = f"shard-{number:05d}", (0, 0)
-
-        def note(rows: int, tokens: int) -> None:
-            nonlocal so_far
-            self.stored.append((time.perf_counter(), rows - so_far[0], tokens - so_far[1]))
-            so_far = rows, tokens
-
-        shard = self.shards[number % len(self.shards)]
-        result = self.extractor.extract_shard(shard, prefix, on_progress=note, should_stop=lambda: None)
-        self.results.append(result)
-        self._verified.append(self._verifying.submit(verify_and_delete, self.folder, prefix, result))
 
 
 def engine(
@@ -199,49 +120,14 @@ def engine(
     }
 
 
-def padded_batches(shard: ShardRows, device: torch.device) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Rows, tokens and the padded ids of each batch."""
+def padded_batches(shard: ShardRows, device: torch.device) -> Iterator[Batch]:
+    """The batches of a shard."""
     for number in np.unique(shard.batch):
         rows = np.flatnonzero(shard.batch == number)
         ids: NDArray[np.int32] = np.zeros((len(rows), shard.num_tokens[rows].max()), np.int32)
         for i, row in enumerate(rows):
             ids[i, : shard.num_tokens[row]] = shard.tokens(int(row))
         yield len(rows), int(shard.num_tokens[rows].sum()), torch.from_numpy(ids).to(device)
-
-
-def forward_alone(target: Target, batches: list[tuple[int, int, torch.Tensor]]) -> dict[str, float]:
-    """The forward pass with nothing copied or stored, over the batches once."""
-    synchronize(target.device)
-    start = time.perf_counter()
-    for _, _, ids_BT in batches:
-        target.tap(ids_BT)
-    synchronize(target.device)
-    elapsed_s = time.perf_counter() - start
-    return {
-        "tokens_per_s": sum(tokens for _, tokens, _ in batches) / elapsed_s,
-        "samples_per_s": sum(rows for rows, _, _ in batches) / elapsed_s,
-        "elapsed_s": elapsed_s,
-    }
-
-
-def batch_of(shape: tuple[int, int], target: Target) -> list[tuple[int, int, torch.Tensor]]:
-    """Five times a batch of full rows, which reads the clock finely enough."""
-    ids_BT = torch.randint(0, target.info.vocab_size, shape, device=target.device)
-    return [(shape[0], ids_BT.numel(), ids_BT)] * 5
-
-
-def matmul_flops_per_s(device: torch.device, hidden_size: int) -> float:
-    """The rate of a large bfloat16 matrix product of random numbers: the ceiling."""
-    a = torch.randn(8192, hidden_size, device=device, dtype=torch.bfloat16)
-    b = torch.randn(hidden_size, 4 * hidden_size, device=device, dtype=torch.bfloat16)
-    for _ in range(3):
-        a @ b
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(20):
-        a @ b
-    synchronize(device)
-    return 20 * 2 * a.numel() * b.shape[1] / (time.perf_counter() - start)
 
 
 def kernels(target: Target, ids_BT: torch.Tensor, num_rows: int = 20) -> list[dict[str, Any]]:
@@ -285,12 +171,6 @@ def timed_taps(target: Target) -> Iterator[dict[str, float]]:
     if pairs:
         busy_ms = sum(start.elapsed_time(end) for start, end in pairs)
         found["busy share"] = busy_ms / pairs[0][0].elapsed_time(pairs[-1][1])
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def watch_memory(peaks: dict[str, float], ended: threading.Event) -> None:
@@ -354,6 +234,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     found["engine"] = engine(seconds, options, target, shards, cost)
     found["ceiling_after_flops_per_s"] = matmul_flops_per_s(device, target.info.hidden_size)
     ceiling = max(found["ceiling_before_flops_per_s"], found["ceiling_after_flops_per_s"])
+    found["flops_per_token"] = flops_per_token
     rate = (found.get("alone") or found["engine"])["tokens_per_s"]
     found["share_of_ceiling"] = rate * flops_per_token / ceiling
     if options.rank == 0:
@@ -365,9 +246,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def alone(
-    how: str, options: argparse.Namespace, target: Target, batches: list[tuple[int, int, torch.Tensor]]
-) -> dict[str, Any]:
+def alone(how: str, options: argparse.Namespace, target: Target, batches: list[Batch]) -> dict[str, Any]:
     """The forward pass alone: of some of the plan's batches, of one row, of short and of middling rows."""
     forward_alone(target, batches)  # kernels are made for shapes that are new
     found = {f"{how}_alone": forward_alone(target, batches)}
@@ -440,6 +319,8 @@ def main() -> None:
     parser.add_argument("--of", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     found = measure_several(options, sys.argv[1:]) if options.gpus > 1 else measure(options)
+    if not options.barrier:
+        show(ratios(found))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1, default=str))
 

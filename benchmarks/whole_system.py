@@ -37,9 +37,9 @@ import torch
 
 from benchmarks.folder_stack import STORAGE, let_in, stack_of
 from benchmarks.gpu_engine import log_normal_lengths
-from benchmarks.gpu_targets import LAYER_IDS
 from benchmarks.host_meter import HostMeter
 from benchmarks.shard_verifier import ShardVerifier, each_row_once
+from layertap.bench.random_targets import LAYER_IDS
 from layertap.catalog import Catalog
 from layertap.lane_record import LaneRecord, lane_records
 from layertap.plan import PlanSettings

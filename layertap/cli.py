@@ -71,7 +71,7 @@ def main() -> None:
 
 
 @click.command()
-@click.argument("names", nargs=-1, type=click.Choice(["writes", "engine", "planning", "reader"]))
+@click.argument("names", nargs=-1, type=click.Choice(["writes", "engine", "planning", "reader", "forward"]))
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -90,11 +90,15 @@ def bench(names: tuple[str, ...], folder: Path | None, out: Path) -> None:
 
     Each is a ratio of two things taken in turns: `writes` against a file a sample, on a folder and on the
     embedded S3 server; `engine`, around a target that costs nothing, against a plain write; `planning` of
-    913,786 rows against a hash; `reader` against plain reads of the same files, and a file a sample.
+    913,786 rows against a hash; `reader` against plain reads of the same files, and a file a sample;
+    `forward`, where there is a GPU, against eager batches, a row at a time, and the matrix product.
     """
-    from layertap.bench.command import BENCHMARKS, run
+    from layertap.bench.command import run, run_all
 
-    run(names or list(BENCHMARKS), folder, out)
+    if names:
+        run(names, folder, out)
+    else:
+        run_all(folder, out)
 
 
 BEFORE_A_RUN = (planning.prepare, planning.plan, planning.fetch_target)

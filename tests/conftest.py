@@ -66,3 +66,19 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
         with prefect_test_harness(server_startup_timeout=60):
             yield
+
+
+@pytest.fixture
+def modeling_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What compiling replaces in transformers' modules comes back afterwards."""
+    import torch
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    from layertap.compiled import CONVOLUTION, DELTA_RULE
+
+    for module in (modeling_qwen3_5, modeling_qwen3_next):
+        for name in (DELTA_RULE, CONVOLUTION):
+            monkeypatch.setattr(module, name, getattr(module, name))
+    yield
+    torch._dynamo.reset()

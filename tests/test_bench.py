@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from safetensors.torch import load
 
 from layertap import HiddenStates
-from layertap.bench import Measured, in_turns, median_ratio, planning, reads
+from layertap.bench import Measured, command, in_turns, median_ratio, planning, reads
 from layertap.bench.distance import away
 from layertap.bench.engine import batches_of, plain_write_s
 from layertap.bench.null_target import NullTarget, planned, rows_of
@@ -138,8 +138,30 @@ def test_the_command_writes_a_table_and_json(tmp_path: Path, monkeypatch: pytest
     report: dict[str, Any] = json.loads(out.read_text())
     (found,) = report["measured"]
     assert found["name"] == "planning 300 rows" and found["details"]["rows"] == 300 and found["ratio"] > 0
-    assert report["before"]["num_cores"] and "GPU" in report["forward"]
+    assert report["before"]["num_cores"] and report["not_run"] == []
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_forward_pass_is_measured_where_there_is_a_gpu_and_said_to_be_left_out_elsewhere(
+    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmarks = {name: lambda _: [ratio()] for name in command.BENCHMARKS}
+    monkeypatch.setattr(command, "BENCHMARKS", benchmarks)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    out = tmp_path / "bench.json"
+    shown = CliRunner().invoke(main, ["bench", "--json", str(out)]).output
+    report = json.loads(out.read_text())
+    assert ("not run, it needs a GPU" in shown) is bool(report["not_run"]) is not has_gpu
+    assert len(report["measured"]) == len(benchmarks) - (not has_gpu)
+
+
+def test_without_a_gpu_the_forward_pass_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shown = CliRunner().invoke(main, ["bench", "forward", "--json", str(tmp_path / "bench.json")])
+    assert shown.exit_code == 2 and "it needs a GPU" in shown.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_all_ways_of_reading_give_the_rows_of_the_root(tmp_path: Path) -> None:

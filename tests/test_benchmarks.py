@@ -8,8 +8,9 @@ from typing import cast
 import numpy as np
 import pytest
 
-from benchmarks import gpu_engine
-from benchmarks.gpu_engine import SteadyRun
+from benchmarks import gpu_engine, steady_run
+from benchmarks.gpu_table import ratios
+from benchmarks.steady_run import SteadyRun
 from benchmarks.whole_system import rate, timestamp
 from layertap.extract import Extractor
 from layertap.lane_record import LaneRecord
@@ -34,8 +35,8 @@ def test_the_engine_benchmark_fails_with_a_shard_that_is_not_as_written(
         time.sleep(0.02)  # the shard's own thread has gone on by then
         return False
 
-    monkeypatch.setattr(gpu_engine, "WARM_S", 0.0)
-    monkeypatch.setattr(gpu_engine, "is_as_written", changed)
+    monkeypatch.setattr(steady_run, "WARM_S", 0.0)
+    monkeypatch.setattr(steady_run, "is_as_written", changed)
     with (
         Extractor(
             target, Store.folder(tmp_path), max_batch_bytes=1 << 20, num_slots=2, clock=clock
@@ -69,3 +70,22 @@ def test_a_lane_that_ended_in_the_window_counts_to_its_end(num_samples: int, tok
     )
     start = timestamp(opened_at) + 10.0
     assert rate(record, start, start + 185.0)["tokens_per_s"] == pytest.approx(tokens_per_s)
+
+
+def test_the_table_sees_the_engine_against_each_forward_pass_and_several_against_one() -> None:
+    rates = {"eager_alone": 100.0, "eager_1x264": 20.0, "eager_31x264": 110.0, "compiled_alone": 150.0}
+    engine = {"tokens_per_s": 140.0, "outside_forward_share": 0.01, "elapsed_s": 90.0}
+    found = {
+        **{name: {"tokens_per_s": rate} for name, rate in rates.items()},
+        "alone": engine,
+        "engine": engine | {"tokens_per_s": 120.0},
+        "flops_per_token": 2e12,
+        "share_of_ceiling": 0.7,
+    }
+    several = {"gpus": [found, {}], "one_alone": 140.0, "together": [120.0, 132.0], "ratio": 1.8}
+    table = [(one.layertap, one.against, one.ratio, one.is_met) for one in ratios(several)]
+    assert [row[:2] for row in table[:5]] == [(252, 140), (140, 100), (140, 150), (140, 20), (150, 100)]
+    assert [row[3] for row in table] == [False, True, None, None, None, None, True]
+    assert table[5] == (280, pytest.approx(400), 0.7, None) and table[6] == (0.9, 90, 0.01, True)
+    del found["compiled_alone"]
+    assert len(ratios(found)) == 4

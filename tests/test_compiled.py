@@ -1,6 +1,5 @@
 """Compiled layers compute what eager ones do, and say with which kernels."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,17 +27,7 @@ from layertap.spec import ExtractionSpec
 from layertap.target import Target
 from tests.models import DEVICE, VOCAB_SIZE, tiny_hybrid, tiny_llama
 
-
-@pytest.fixture(autouse=True)
-def modeling_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (modeling, other_modeling):
-        for name in (DELTA_RULE, CONVOLUTION):
-            monkeypatch.setattr(module, name, getattr(module, name))
-    yield
-    torch._dynamo.reset()
-
-
-pytestmark = pytest.mark.timeout(600)  # the compiler takes its time
+pytestmark = [pytest.mark.usefixtures("modeling_as_it_was"), pytest.mark.timeout(600)]  # compiling takes long
 
 NEAR = 1e-3 if DEVICE.type == "cuda" else 1e-4
 """Relative; Triton multiplies float32 as TF32, by which two tilings of one kernel of fla differ."""
