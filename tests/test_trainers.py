@@ -142,6 +142,15 @@ def test_specforge_files(root: str, model: Any, tmp_path: Path, algorithm: str) 
             assert_row({**raw, "layers": raw["hidden_states"][0]}, row, model, norm=None)
 
 
+def test_rows_are_judged_as_specforge_will_have_cut_them(plain_root: str, tmp_path: Path) -> None:
+    cut = 6
+    taken = [row for row in WITH_PAIR if "11" in "".join(map(str, row["loss_mask"][:cut]))]
+    assert 0 < len(taken) < len(WITH_PAIR)
+    out = export_to(plain_root, tmp_path / "out", "specforge", algorithm="dflash", seq_length=cut)
+    files = [torch.load(path, weights_only=True) for path in sorted(out.rglob("*.ckpt"))]
+    assert [file["input_ids"].tolist() for file in files] == [row["input_ids"] for row in taken]
+
+
 def test_modelopt_files(root: str, model: Any, tmp_path: Path) -> None:
     out = export_to(root, tmp_path / "out", "modelopt")
     files = sorted(str(path) for path in out.rglob("*.pt"))

@@ -71,7 +71,11 @@ def check_served(root: str, endpoint: str, **options: Any) -> None:
 @click.option(
     "--algorithm", type=click.Choice(["eagle3", "dflash", "domino", "dspark"]), help="Needed for SpecForge."
 )
-@click.option("--seq-length", type=click.IntRange(min=1), help="Needed for Automodel: tokens of every row.")
+@click.option(
+    "--seq-length",
+    type=click.IntRange(min=1),
+    help="Needed for Automodel: tokens of every row. For SpecForge: where its max_length cuts rows.",
+)
 @click.option(
     "--target-name", help="Needed for Automodel and DeepSpec: the target as the training config names it."
 )
@@ -102,7 +106,8 @@ def _say_export(planned: "Export") -> None:
         f"{planned.num_bytes:,} bytes; {num_files - len(planned.missing):,} files are there already"
     )
     if rows.num_left_out:
+        where = f" among their first {rows.needs.max_tokens}" if rows.needs.max_tokens else ""
         click.echo(
             f"{rows.num_left_out:,} rows are left out: {rows.needs.trainer} refuses rows without two "
-            "supervised tokens in succession"
+            f"supervised tokens in succession{where}"
         )

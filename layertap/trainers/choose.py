@@ -10,12 +10,14 @@ from layertap.trainers.layouts import Layout, ModelOptFiles, SpecForgeFiles, Spe
 
 LAYOUTS: Mapping[str, tuple[Callable[..., Layout], Mapping[str, str]]] = {
     "speculators": (SpeculatorsFiles, {"tokens_only": "tokens_only"}),
-    "specforge": (SpecForgeFiles, {"algorithm": "algorithm"}),
+    "specforge": (SpecForgeFiles, {"algorithm": "algorithm", "seq_length": "max_length"}),
     "modelopt": (ModelOptFiles, {}),
     "automodel": (AutomodelFiles, {"seq_length": "seq_length", "target_name": "target_model"}),
     "deepspec": (DeepSpecFiles, {"target_name": "target_model"}),
 }
 """Trainer -> its layout, and its options with the names of their arguments."""
+
+OPTIONAL = {("speculators", "tokens_only"), ("specforge", "seq_length")}
 
 
 def layout_for(trainer: str, **options: Any) -> Layout:
@@ -32,8 +34,9 @@ def layout_for(trainer: str, **options: Any) -> Layout:
     given = {name: value for name, value in options.items() if value not in (None, False)}
     for name in given.keys() - known.keys():
         raise InputError(f"{_flag(name)} means nothing to {trainer}: leave it out")
-    for name in known.keys() - given.keys() - {"tokens_only"}:
-        raise InputError(f"{trainer} needs {_flag(name)}; see layertap export --help")
+    for name in known.keys() - given.keys():
+        if (trainer, name) not in OPTIONAL:
+            raise InputError(f"{trainer} needs {_flag(name)}; see layertap export --help")
     return make(**{known[name]: value for name, value in given.items()})
 
 

@@ -6,7 +6,7 @@ A layout names all its files beforehand, with their sizes, and writes each of th
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,13 +165,19 @@ def specforge_tensors(row: TrainerRow, algorithm: Algorithm) -> dict[str, Tensor
 
 
 class SpecForgeFiles(RowFiles):
-    """`rows_…/data_….ckpt`, which its reader finds and sorts."""
+    """`rows_…/data_….ckpt`, which its reader finds and sorts.
+
+    Args:
+        algorithm: which of SpecForge's algorithms is trained.
+        max_length: tokens at which the training config has rows cut; rows of which nothing to train on would
+            be left are left out.
+    """
 
     suffix = ".ckpt"
 
-    def __init__(self, algorithm: Algorithm) -> None:
+    def __init__(self, algorithm: Algorithm, *, max_length: int | None = None) -> None:
         self.algorithm = algorithm
-        self.needs = SPECFORGE_NEEDS[algorithm]
+        self.needs = replace(SPECFORGE_NEEDS[algorithm], max_tokens=max_length)
 
     def tensors(self, row: TrainerRow) -> dict[str, Any]:
         """The features of the algorithm."""

@@ -37,6 +37,9 @@ class Needs:
     wants_pair: bool = False
     """Whether it refuses a row without two supervised tokens in succession."""
 
+    max_tokens: int | None = None
+    """Tokens at which it cuts a row before it looks for those two; None: it takes whole rows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerRow:
@@ -76,7 +79,9 @@ class TrainerRows:
                 f"{needs.trainer} takes {needs.num_layers} layers, but {states.store.uri} holds {num_layers} "
                 f"({', '.join(map(str, states.layer_ids))}): extract those into a root of their own"
             )
-        self.chosen = np.flatnonzero(_has_pair(states)) if needs.wants_pair else np.arange(len(states))
+        self.chosen = np.arange(len(states))
+        if needs.wants_pair:
+            self.chosen = np.flatnonzero(self.has_pair(needs.max_tokens or states.spec.max_length))
         if not len(self.chosen):
             raise CatalogError(f"{states.store.uri} holds no row that {needs.trainer} could train on")
 
@@ -89,6 +94,14 @@ class TrainerRows:
     def num_tokens(self) -> NDArray[np.int32]:
         """[len(self)] tokens of each row."""
         return self.states.num_tokens[self.chosen]
+
+    def has_pair(self, max_tokens: int) -> NDArray[np.bool_]:
+        """[len(self)] whether two in succession of a row's first `max_tokens` tokens are supervised."""
+        masks = Versions(self.states.store).rows(self.states.version, ["loss_mask"])["loss_mask"]
+        masks = masks.take(self.states.rows[self.chosen])
+        per_chunk = [_pairs(chunk, max_tokens) for chunk in masks.chunks]
+        has_two = np.minimum(self.num_tokens, max_tokens) > 1  # for rows without a mask
+        return np.where(masks.is_valid(), np.concatenate([np.empty(0, np.bool_), *per_chunk]), has_two)
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -129,22 +142,13 @@ def _choose_norm(states: HiddenStates, needs: Needs) -> FinalNorm | None:
     return TargetFiles(states.store).final_norm()
 
 
-def _has_pair(states: HiddenStates) -> NDArray[np.bool_]:
-    """[len(states)] whether two tokens in succession are supervised."""
-    table = Versions(states.store).rows(states.version, ["loss_mask"])
-    per_chunk = [_pairs(chunk) for chunk in table["loss_mask"].chunks]
-    has_pair = np.concatenate(per_chunk)[states.rows] if per_chunk else np.empty(0, np.bool_)
-    is_masked = table["loss_mask"].is_valid().to_numpy()[states.rows]
-    return np.where(is_masked, has_pair, states.num_tokens > 1)
-
-
-def _pairs(masks: Any) -> NDArray[np.bool_]:
-    """[rows] whether a mask has two ones in succession; False where it is null."""
+def _pairs(masks: Any, max_tokens: int) -> NDArray[np.bool_]:
+    """[rows] whether a mask, cut there, has two ones in succession; False where it is null."""
     offsets = masks.offsets.to_numpy()
     values = masks.values.to_numpy()[offsets[0] : offsets[-1]]
     ends = offsets - offsets[0]
     before: NDArray[np.int64] = np.zeros(len(values) + 1, np.int64)
     before[2:] = np.cumsum((values[1:] != 0) & (values[:-1] != 0))  # pairs that end before each place
-    starts, stops = ends[:-1], ends[1:]
+    starts, stops = ends[:-1], np.minimum(ends[1:], ends[:-1] + max_tokens)
     found: NDArray[np.bool_] = before[stops] > before[np.minimum(starts + 1, stops)]
     return found

@@ -7,9 +7,11 @@ The tensors are those of its offline feature files. SpecForge's layer ids are la
 """
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from specforge.runtime.contracts import FeatureHandle, SampleRef
 from specforge.runtime.data_plane.feature_store import FeatureStore
 from torch import Tensor
@@ -41,9 +43,11 @@ class LayertapFeatureStore(FeatureStore):
 
         Args:
             ttt_length: training-time-test length, which SpecForge hands on with each sample.
-            max_len: tokens at which SpecForge's normaliser cuts a sample.
+            max_len: tokens at which SpecForge's normaliser cuts a sample; rows of which it would then find
+                nothing to train on, and stop, are left out with a warning.
         """
         states, sizes = self.rows.states, self.rows.num_tokens
+        kept = self._long_enough(max_len)
         names = list(specforge_tensors(self.rows[0], self.algorithm))
         metadata = {
             "format": f"offline_{self.algorithm}",
@@ -64,8 +68,21 @@ class LayertapFeatureStore(FeatureStore):
                 num_tokens=int(sizes[i]),
                 metadata=metadata,
             )
-            for i in range(len(self.rows))
+            for i in kept
         ]
+
+    def _long_enough(self, max_len: int) -> list[int]:
+        """The rows that SpecForge takes when it cuts them there."""
+        if not self.rows.needs.wants_pair:
+            return list(range(len(self.rows)))
+        kept: list[int] = np.flatnonzero(self.rows.has_pair(max_len)).tolist()
+        if num_lost := len(self.rows) - len(kept):
+            warnings.warn(
+                f"{num_lost} of {len(self.rows)} rows are left out: no two in succession of their first "
+                f"{max_len} tokens are supervised; a larger max_len keeps more of them",
+                stacklevel=3,
+            )
+        return kept
 
     def get(
         self, sample_ref: SampleRef, *, device: Any = "cpu", names: list[str] | None = None

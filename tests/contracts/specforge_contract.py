@@ -31,14 +31,16 @@ def provider_of(algorithm: str) -> Any:
     return builtin_algorithm_registry().resolve(algorithm).providers.offline_for("text")
 
 
-def loader(store: Any, refs: Any, algorithm: str, batch_size: int) -> FeatureDataLoader:
+def loader(
+    store: Any, refs: Any, algorithm: str, batch_size: int, max_len: int = MAX_LEN
+) -> FeatureDataLoader:
     provider = provider_of(algorithm)
     return FeatureDataLoader(
         store,
         refs=refs,
         batch_size=batch_size,
         collate_fn=provider.build_collator(),
-        per_sample_transform=provider.build_normalizer(MAX_LEN, ttt_length=7, use_usp_preprocess=False),
+        per_sample_transform=provider.build_normalizer(max_len, ttt_length=7, use_usp_preprocess=False),
         drop_last=False,
         strategy=algorithm,
         num_workers=2,
@@ -67,6 +69,16 @@ def assert_batches(plain: Plain, batches: FeatureDataLoader, algorithm: str) -> 
 def test_the_feature_store_reads_the_root(plain: Plain, algorithm: Any) -> None:
     store = LayertapFeatureStore(plain.root, algorithm=algorithm)
     assert_batches(plain, loader(store, store.refs(), algorithm, 1), algorithm)
+
+
+def test_rows_of_which_its_cut_would_leave_nothing_are_left_out(plain: Plain) -> None:
+    store = LayertapFeatureStore(plain.root, algorithm="dflash")
+    with pytest.warns(UserWarning, match="rows are left out: no two in succession of their first 3 tokens"):
+        refs = store.refs(max_len=3)
+    found = [batch.tensors["loss_mask"][0].tolist() for batch in loader(store, refs, "dflash", 1, max_len=3)]
+    cut = [plain.loss_mask(i)[:3] for i in range(len(plain))]
+    assert found == [mask.tolist() for mask in cut if has_consecutive_supervised_tokens(mask)]
+    assert len(found) < len(store.refs(max_len=MAX_LEN))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
