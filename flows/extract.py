@@ -67,7 +67,7 @@ def extract(extraction: Extraction, *, shards: Collection[int] = ()) -> Report:
         started_by=str(runtime.flow_run.id),
         shards=shards,
     )
-    show_plan(run.table)
+    show_plan(run.table, store.uri)
     log.info("run %s: %s", run.run_id, ", ".join(f"{name} {value}" for name, value in run.table))
     watch = run.watch() if run.plan else None
     if watch is not None:

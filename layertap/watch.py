@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, TypeVar
 
 from layertap.catalog import HAS_ENDED, Catalog, PlanRecord
 from layertap.progress import Rate, format_duration
+from layertap.records import Outcome
 from layertap.report import MAX_TABLE_ROWS, Work
 from layertap.shard_state import ShardState, ShardStatus
 from layertap.watcher import BEAT_S, Watcher
@@ -81,8 +83,9 @@ class Watch:
         self.plan = plan
         self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
         self._rate = Rate()
+        self._shard_rates: dict[tuple[int, int], Rate] = {}
         self._statuses: dict[int, ShardStatus] = {}
-        self._endings: dict[tuple[int, ShardState, int], dict[str, str]] = {}
+        self._endings: dict[tuple[int, ShardState, int], dict[str, Any]] = {}
         self._started_at = time.monotonic()
         self._first: RunProgress | None = None
 
@@ -99,6 +102,7 @@ class Watch:
         self._rate.update(tokens_done, rows_done)
         states = Counter(str(status.state) for status in statuses.values())
         shown = sorted(rows, key=lambda row: (ATTENTION.index(row["state"]), row["shard"]))[:MAX_TABLE_ROWS]
+        paces = self._paces([row for row in rows if row["state"] == ShardState.CLAIMED])
         endings = at_once(self._ended, [row["shard"] for row in shown])
         progress = RunProgress(
             num_tokens=self.plan.num_tokens,
@@ -112,7 +116,7 @@ class Watch:
             num_claimable=states[ShardState.WAITING] + states[ShardState.STALE],
             lanes=dict(lanes),
             silent_lanes=frozenset(claim["lane"] for claim in held.values()) - lanes.keys(),
-            shards=[{**row, **endings[row["shard"]]} for row in shown],
+            shards=[{**row, **paces.get(row["shard"], {}), **endings[row["shard"]]} for row in shown],
         )
         self._first, self._last = self._first or progress, progress
         return progress
@@ -141,15 +145,28 @@ class Watch:
         names = self._watcher.names.get(shard, [])
         return self.catalog.last_failure(self.plan.plan_id, shard, names)
 
-    def _ended(self, shard: int) -> dict[str, str]:
-        """The lane of a shard that is settled, and the first line of a failure's error; each is read once."""
+    def _paces(self, at_work: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Of each shard at work, tokens a second since its claim was seen first, and the time left."""
+        claims = {(row["shard"], row["claims"]): row for row in at_work}
+        self._shard_rates = {claim: self._shard_rates.get(claim) or Rate() for claim in claims}
+        paces = {}
+        for claim, row in claims.items():
+            rate = self._shard_rates[claim]
+            rate.update(row["tokens done"], row["rows done"])
+            left_s = rate.eta_s(row["tokens"] - row["tokens done"])
+            paces[row["shard"]] = {"tokens/s": round(rate.tokens_per_s), "ETA": format_duration(left_s)}
+        return paces
+
+    def _ended(self, shard: int) -> dict[str, Any]:
+        """The lane of a shard that is settled, its pace or the first line of its error; each is read once."""
         status, plan_id = self._statuses[shard], self.plan.plan_id
         if status.state not in (ShardState.COMMITTED, ShardState.FAILED):
             return {}
         key = (shard, status.state, status.claim)
         if key not in self._endings:
             if status.state == ShardState.COMMITTED:
-                ending = {"lane": self.catalog.outcome(plan_id, shard).lane}
+                outcome = self.catalog.outcome(plan_id, shard)
+                ending = {"lane": outcome.lane, "tokens/s": _tokens_per_s(outcome)}
             else:
                 failure = self._last_failure(shard)
                 ending = {"lane": failure.get("lane", ""), "error": failure["error"].splitlines()[0]}
@@ -170,7 +187,14 @@ class Watch:
             "rows done": record.num_rows if whole else claim.get("num_rows", 0),
             "tokens": record.num_tokens,
             "tokens done": record.num_tokens if whole else claim.get("num_tokens", 0),
+            "tokens/s": "",
+            "ETA": "",
         }
+
+
+def _tokens_per_s(outcome: Outcome) -> int:
+    start, end = map(datetime.fromisoformat, (outcome.started_at, outcome.ended_at))
+    return round(outcome.num_tokens / max(1.0, (end - start).total_seconds()))  # told in whole seconds
 
 
 def at_once(read: Callable[[int], _Read], shards: Sequence[int]) -> dict[int, _Read]:

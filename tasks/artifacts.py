@@ -16,6 +16,7 @@ from uuid import UUID
 import httpx
 from prefect import get_run_logger
 from prefect.artifacts import (
+    create_link_artifact,
     create_markdown_artifact,
     create_progress_artifact,
     create_table_artifact,
@@ -29,7 +30,7 @@ from layertap.failures import ShardFailure, markdown
 from layertap.report import MAX_TABLE_ROWS, Report
 from layertap.watch import RunProgress
 
-PLAN, PROGRESS, SHARDS = "layertap-plan", "layertap-progress", "layertap-shards"
+ROOT, PLAN, PROGRESS, SHARDS = "layertap-root", "layertap-plan", "layertap-progress", "layertap-shards"
 OUTCOME, REFUSED, FAILURES = "layertap-outcome", "layertap-refused", "layertap-failures"
 """Keys of the artifacts."""
 
@@ -56,10 +57,11 @@ def server_may_be_away() -> Iterator[None]:
         log.warning("Prefect's server didn't answer, going on: %s", error)
 
 
-def show_plan(rows: Sequence[tuple[str, str]]) -> None:
-    """Show the plan as a table."""
+def show_plan(rows: Sequence[tuple[str, str]], uri: str) -> None:
+    """Show the plan as a table, and where its root is."""
     table = [{"item": name, "value": value} for name, value in rows]
     with server_may_be_away():
+        create_link_artifact(uri, uri, key=ROOT, description="Where this run stores hidden states")
         create_table_artifact(table, key=PLAN, description="What this run is going to do")
 
 

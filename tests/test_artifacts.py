@@ -25,11 +25,12 @@ def test_a_server_that_is_away_when_the_run_begins_is_shown_it_when_it_is_back(
         return ARTIFACT
 
     monkeypatch.setattr(artifacts, "get_run_logger", lambda: logging.getLogger(__name__))
+    monkeypatch.setattr(artifacts, "create_link_artifact", make)
     monkeypatch.setattr(artifacts, "create_table_artifact", make)
     monkeypatch.setattr(artifacts, "create_progress_artifact", make)
     monkeypatch.setattr(artifacts, "update_progress_artifact", lambda k, *_, **__: shown.append(k))
     monkeypatch.setattr(artifacts, "_update_table", lambda k, *_: shown.append(k))
-    show_plan([("rows", "3")])
+    show_plan([("rows", "3")], "s3://bucket/root")
     board = ProgressBoard()
     board.show(seen(), last=True)
     assert shown == []

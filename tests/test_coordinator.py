@@ -207,15 +207,21 @@ def test_progress_counts_what_is_settled_and_what_lanes_report(
         "rows done": 4,
         "tokens": plan.shards[1].num_tokens,
         "tokens done": 100,
+        "tokens/s": 0,
+        "ETA": "unknown",
         "error": "",
     }
     assert not seen.finished
+    run.catalog.beat(claim, {"num_tokens": 110, "num_rows": 5})
+    at_work = watch.poll().shards[0]
+    assert at_work["tokens/s"] > 0 and at_work["ETA"] != "unknown"
     run.catalog.release(claim)
     run_lane(folder_store, plan_id, target)
     end = watch.poll()
     assert end.finished and end.percent == 100 and end.eta_s == 0
     assert end.shards_by_state == {ShardState.COMMITTED: len(plan.shards)}
     assert {row["lane"] for row in end.shards} == {"lane-0"}
+    assert all(0 < row["tokens/s"] <= row["tokens"] and not row["ETA"] for row in end.shards)
     report = run.publish(watch)
     assert (report.work.num_rows, report.work.num_tokens) == (40, plan.num_tokens)
     assert report.work.num_bytes < sum(

@@ -110,9 +110,10 @@ def _show_versions(catalog: "Catalog") -> None:
 def _show_shards(catalog: "Catalog", plan_id: str) -> None:
     from layertap.watch import Watch
 
-    table = empty_table("shard", "state", "claims", "failures", "rows", "tokens", "lane")
+    columns = ("shard", "state", "claims", "failures", "rows", "tokens", "tokens/s", "lane")
+    table = empty_table(*columns)
     for row in Watch(catalog, catalog.plan(plan_id)).poll().shards:
-        done = [f"{row[f'{what} done']:,} of {row[what]:,}" for what in ("rows", "tokens")]
-        cells = [row["shard"], row["state"], row["claims"], row["failures"], *done, row["lane"]]
+        done = {what: f"{row[f'{what} done']:,} of {row[what]:,}" for what in ("rows", "tokens")}
+        cells = [{**row, **done}[column] for column in columns]
         table.add_row(*map(str, cells))
     Console(highlight=False).print(table)

@@ -58,7 +58,7 @@ def test_a_run_extracts_every_row_and_a_second_one_computes_nothing(
     (coordinator,) = stack.runs_of("extract_hidden_states", "plain")
     artifacts = stack.ask("artifacts", flow_runs={"id": {"any_": [coordinator["id"]]}})
     assert sorted(a["key"] for a in artifacts) == [
-        f"layertap-{name}" for name in ("outcome", "plan", "progress", "refused", "shards", "speed")
+        f"layertap-{name}" for name in ("outcome", "plan", "progress", "refused", "root", "shards", "speed")
     ]
     assert {a["data"] for a in artifacts if a["type"] == "progress"} == {100.0}
 
