@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from click.testing import CliRunner, Result
 from datasets import Dataset
 
 import layertap.cli
+import layertap.store_check
 from layertap.cli import main
 from layertap.coordinator import Run
 from layertap.errors import InputError, StoreError
 from layertap.object_server import ObjectServer
 from layertap.store import Store
+from layertap.store_check import BRIEF
 from tests.models import VOCAB_SIZE, saved, tiny_llama
 from tests.runs import run_lane, settings_for
 
@@ -188,6 +191,18 @@ def test_status_of_a_folder_that_is_no_root(tmp_path: Path):
     result = invoke("status", tmp_path)
     assert result.exit_code == 1
     assert "holds no extraction: there is no layertap.json" in result.stderr
+
+
+def test_status_says_in_one_sentence_that_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(layertap.store_check, "BRIEF", {**BRIEF, "retry_timeout": timedelta(milliseconds=1)})
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    result = invoke("status", "s3://bucket/root")
+    assert result.exit_code == 1
+    (told,) = result.stderr.splitlines()
+    assert told.startswith("Error: the store doesn't answer: can't get s3://bucket/root/layertap.json: ")
+    assert told.endswith("and go on when it does: see that it is up and lets this host in, then ask again")
 
 
 def test_status_shows_plans_shards_and_versions(target: str, tokens: Path, tmp_path: Path):

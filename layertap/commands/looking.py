@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 
 from layertap.commands.options import empty_table, state_option
-from layertap.errors import InputError
+from layertap.errors import InputError, StoreError, is_store_wide
 
 if TYPE_CHECKING:
     from layertap.catalog import Catalog
@@ -55,14 +55,27 @@ def status(root: str, plan_id: str | None, state: Path | None) -> None:
     """
     from layertap.catalog import Catalog
     from layertap.object_server import open_root
+    from layertap.store_check import BRIEF
 
-    catalog = Catalog(open_root(root, state))
+    store = open_root(root, state).with_retry(BRIEF)
+    try:
+        _show_root(Catalog(store), plan_id)
+    except StoreError as error:
+        if not is_store_wide(error):
+            raise
+        raise StoreError(
+            f"the store doesn't answer: {error}. Runs on it wait, as their pages in the UI say, "
+            "and go on when it does: see that it is up and lets this host in, then ask again"
+        ) from error
+
+
+def _show_root(catalog: "Catalog", plan_id: str | None) -> None:
     spec = catalog.root().spec
     click.echo(f"layers {', '.join(map(str, spec.layer_ids))} of {spec.target_identity}, {spec.dtype}")
     if plan_id:
         if plan_id not in catalog.plans():
             there = ", ".join(catalog.plans()) or "none yet"
-            raise InputError(f"{root} has no plan {plan_id!r}; plans there: {there}")
+            raise InputError(f"{catalog.store.uri} has no plan {plan_id!r}; plans there: {there}")
         _show_shards(catalog, plan_id)
         _show_lanes(catalog, plan_id)
     else:
