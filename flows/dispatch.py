@@ -87,6 +87,12 @@ class Lanes:
                 for _ in range(self._num_missing(progress)):
                     self._dispatch()
 
+    def are_at_work(self) -> bool:
+        """Whether a lane runs, as Prefect last said."""
+        with server_may_be_away():
+            self._look()
+        return any(self._states[k].is_running() for k in self._live())
+
     def hear(self) -> str:
         """What lanes said that have ended since because the store failed; empty if none has."""
         new = self._blaming() - self._heard

@@ -16,7 +16,7 @@ from flows.dispatch import Lanes, LanesLostError
 from flows.parameters import Extraction
 from layertap.coordinator import Run
 from layertap.errors import StoppedError, StoreError
-from layertap.failures import read_failures
+from layertap.failures import ShardFailure, read_failures
 from layertap.pause import StorePause
 from layertap.report import Report
 from layertap.shard_state import ShardState
@@ -60,24 +60,26 @@ def extract(extraction: Extraction, *, shards: Collection[int] = ()) -> Report:
     _tag(extraction.tags)
     store = open_store(extraction.storage, extraction.root)
     log.info("planning %s into %s", extraction.dataset, store.uri)
+    board = ProgressBoard()
     run = Run.prepare(
         store,
         replace(extraction.settings(), dataset=local_dataset(extraction.storage, extraction.dataset)),
         request=extraction.model_dump(),
         started_by=str(runtime.flow_run.id),
         shards=shards,
+        show=board.show_waiting,
     )
     show_plan(run.table, store.uri)
     log.info("run %s: %s", run.run_id, ", ".join(f"{name} {value}" for name, value in run.table))
     watch = run.watch() if run.plan else None
     if watch is not None:
-        _work_off(run, extraction, watch)
+        _work_off(run, extraction, watch, board)
     else:
         log.info("every row is stored already: nothing to compute")
-    report = run.publish(watch)
+    report, failures = run.pause().outlast(lambda: _publish(run, watch), board.show_waiting)
+    board.conclude(report)
     show_outcome(report)
-    if run.plan and report.failures:
-        show_failures(read_failures(run.catalog, plans=[run.plan.plan_id]), store.uri)
+    show_failures(failures, store.uri)
     log.info("%s", report)
     report.check(extraction.further.max_refused_share)
     return report
@@ -89,7 +91,14 @@ def _tag(tags: list[str]) -> None:
         client.update_flow_run(runtime.flow_run.id, tags=sorted({*runtime.flow_run.tags, *tags}))
 
 
-def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
+def _publish(run: Run, watch: Watch | None) -> tuple[Report, list[ShardFailure]]:
+    report = run.publish(watch)
+    if run.plan is None or not report.failures:
+        return report, []
+    return report, read_failures(run.catalog, plans=[run.plan.plan_id])
+
+
+def _work_off(run: Run, extraction: Extraction, watch: Watch, board: ProgressBoard) -> None:
     """Keep lanes at work until every shard has an outcome or has failed for good."""
     lane_parameters = {
         "storage": extraction.storage,
@@ -101,8 +110,10 @@ def _work_off(run: Run, extraction: Extraction, watch: Watch) -> None:
         "compiled": extraction.further.compiled,
         "strict_kernels": extraction.further.strict_kernels,
     }
-    board, speed, pause = ProgressBoard(), SpeedBoard(watch.catalog.store, watch.plan.plan_id), run.pause()
+    board.begin()
+    speed = SpeedBoard(watch.catalog.store, watch.plan.plan_id)
     with Lanes(extraction.num_lanes, lane_parameters, extraction.tags) as lanes:
+        pause = run.pause(lanes.are_at_work)
         try:
             while not look(run, watch, lanes, pause, board):
                 if not pause.reason:

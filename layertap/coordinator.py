@@ -1,10 +1,10 @@
 """One run from the coordinator's seat: plan it, watch it in the store, publish what came of it. No GPU."""
 
+import logging
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from layertap.catalog import Catalog, PlanRecord, Root
 from layertap.errors import DatasetError, StoppedError
@@ -23,6 +23,10 @@ from layertap.store_check import BRIEF, check_space, check_store
 from layertap.versions import Versions
 from layertap.watch import Watch
 
+_T = TypeVar("_T")
+
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -32,6 +36,8 @@ class Run:
     """Random; the run's lanes are told to stop under it."""
 
     catalog: Catalog
+    """Gives a store up soon: the run waits for it and says so."""
+
     preview: Preview
     plan: PlanRecord | None
     """None when everything is stored already."""
@@ -49,8 +55,11 @@ class Run:
         request: Mapping[str, Any] | None = None,
         started_by: str = "",
         shards: Collection[int] = (),
+        show: Callable[[str], None] = log.warning,
     ) -> Self:
         """Check the store and the input, then write the plan or take up an unfinished one.
+
+        It waits for a store that fails as a whole once it has passed the checks.
 
         Args:
             store: the root.
@@ -58,6 +67,7 @@ class Run:
             request: the same in the starter's words, kept in the root so that it can be asked for again.
             started_by: who starts it, such as a flow run's id.
             shards: of an unfinished plan, those to try again after they failed; all of them by default.
+            show: told every few seconds why it waits.
 
         Raises:
             StoreRefusedError: the store lacks a permission, a feature or the room that the run needs.
@@ -65,80 +75,84 @@ class Run:
             SpecMismatchError: the root belongs to another extraction.
             NotReadyError: several of these; all are in its message.
         """
-        found = Findings(f"host {host_name()} can't begin the run")
-        with found.noted():
-            check_store(store)
-            # Before the dataset is read: a version published after that may be of a newer one.
-            parent = Versions(store).newest_number()
-        with found.noted():
-            preview = Preview.make(settings)
-        found.check()
-        catalog = Catalog(store)
-        catalog.create_root(
-            Root(format_version=FORMAT_VERSION, spec=preview.spec, target=preview.info.to_dict())
-        )
-        rows = preview.scan.unique(settled=catalog.settled().final_keys)
+        preview, parent = _checked(store, settings)
+        catalog = Catalog(store.with_retry(BRIEF))
+
+        def outlast(operation: Callable[[], _T]) -> _T:
+            return StorePause(store).outlast(operation, show)
+
+        root = Root(format_version=FORMAT_VERSION, spec=preview.spec, target=preview.info.to_dict())
+        outlast(lambda: catalog.create_root(root))
+        rows = preview.scan.unique(settled=outlast(catalog.settled).final_keys)
         plan = preview.plan(rows)
         record, cost = None, preview.estimate(plan)
         if len(rows):
             if settings.check_space:
                 check_space(store, cost.data_bytes)
-            record = take_up(
-                catalog,
-                plan,
-                lambda k: preview.dataset.input_ids(int(rows[plan.rows[k]]))[: preview.spec.max_length],
-                max_batch_bytes=cost.max_batch_bytes,
-                shards=shards,
+            record = outlast(
+                lambda: take_up(
+                    catalog,
+                    plan,
+                    lambda k: preview.dataset.input_ids(int(rows[plan.rows[k]]))[: preview.spec.max_length],
+                    max_batch_bytes=cost.max_batch_bytes,
+                    shards=shards,
+                )
             )
         table = preview.table(plan)
         if record is not None:
             how = "goes on with" if record.plan_id != plan.plan_id else "is"
             table.append(("plan", f"{how} {record.plan_id}: {len(record.shards):,} shards"))
         run_id = secrets.token_hex(8)
-        RunRecords(store).put(
-            RunRecord(
-                run_id=run_id,
-                plan_id=record.plan_id if record else None,
-                started_at=now(),
-                started_by=started_by,
-                request=dict(request or {}),
-            )
+        told = RunRecord(
+            run_id=run_id,
+            plan_id=record.plan_id if record else None,
+            started_at=now(),
+            started_by=started_by,
+            request=dict(request or {}),
         )
+        outlast(lambda: RunRecords(catalog.store).put(told))
         return cls(run_id=run_id, catalog=catalog, preview=preview, plan=record, table=table, parent=parent)
-
-    @cached_property
-    def _brief(self) -> Catalog:
-        """The catalog, for who must tell soon that the store is away."""
-        return Catalog(self.catalog.store.with_retry(BRIEF))
 
     def watch(self) -> Watch:
         """Watch the run's plan."""
         assert self.plan is not None
-        return Watch(self._brief, self.plan)
+        return Watch(self.catalog, self.plan)
 
-    def pause(self) -> StorePause:
-        """What lets the run wait for its store; a folder must have room for a batch file."""
-        assert self.plan is not None
-        checks_space = self.preview.settings.check_space
-        return StorePause(self.catalog.store, self.plan.max_batch_bytes if checks_space else 0)
+    def pause(self, are_at_work: Callable[[], bool] = lambda: False) -> StorePause:
+        """What lets the run wait for its store; a folder must have room for a batch file.
+
+        Args:
+            are_at_work: whether lanes run.
+        """
+        if self.plan is None:
+            return StorePause(self.catalog.store)
+        plan_id, checks_space = self.plan.plan_id, self.preview.settings.check_space
+        return StorePause(
+            self.catalog.store,
+            self.plan.max_batch_bytes if checks_space else 0,
+            count_committed=lambda: len(self.catalog.committed(plan_id)),
+            are_at_work=are_at_work,
+        )
 
     def excuse(self, lanes: Collection[str]) -> None:
         """Charge no shard with lanes that ended because the store failed."""
         if self.plan is not None:
-            self._brief.release_lanes(self.plan.plan_id, lanes)
+            self.catalog.release_lanes(self.plan.plan_id, lanes)
 
     def stop(self) -> None:
         """Tell every lane to end at its next beat."""
         if self.plan is not None:
-            self._brief.stop(self.plan.plan_id, self.run_id)
+            self.catalog.stop(self.plan.plan_id, self.run_id)
 
     def check_stopped(self) -> None:
         """Raise StoppedError when somebody told the run's lanes to end."""
-        if self.plan is not None and self._brief.stopping(self.plan.plan_id, self.run_id):
+        if self.plan is not None and self.catalog.stopping(self.plan.plan_id, self.run_id):
             raise StoppedError(f"run {self.run_id} was told to stop; what is committed stays")
 
     def publish(self, watch: Watch | None = None) -> Report:
         """Publish the version of the dataset that the store now holds; the same store gives the same version.
+
+        So it may be begun again at any point.
 
         Args:
             watch: what watched the run's plan to its end; it knows the shards that failed.
@@ -173,3 +187,16 @@ class Run:
                 f"{settings.dataset} was overwritten while the run went on: masks and ids of the planned "
                 "rows are gone. What was computed is stored; start the run again on the new dataset"
             )
+
+
+def _checked(store: Store, settings: RunSettings) -> tuple[Preview, int | None]:
+    """What the run would do, and the newest version; all that forbids it is told at once."""
+    found = Findings(f"host {host_name()} can't begin the run")
+    with found.noted():
+        check_store(store)
+        # Before the dataset is read: a version published after that may be of a newer one.
+        parent = Versions(store).newest_number()
+    with found.noted():
+        preview = Preview.make(settings)
+    found.check()
+    return preview, parent

@@ -7,14 +7,20 @@ run goes on when it answers; or ends, with the store's words, when nothing was c
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from layertap.errors import StoreError, StoreRefusedError, is_store_wide
 from layertap.progress import format_duration
 from layertap.store import Store
 from layertap.store_check import check_space, probe
 
+_T = TypeVar("_T")
+
 GIVE_UP_S = 3600.0
 """Seconds from a store's first failure after which a run ends that has committed nothing since."""
+
+POLL_S = 3.0
+"""Seconds between two looks at whether it is time to try the store again."""
 
 FIRST_WAIT_S = 5.0
 LONGEST_WAIT_S = 300.0
@@ -27,12 +33,25 @@ class StorePause:
     Args:
         store: the run's.
         num_bytes: room that a folder's disk must have for the run to go on, such as a batch file's.
+        count_committed: shards that are committed; a store that refuses writes may still say it.
+        are_at_work: whether lanes run. They end within minutes where the store fails them too, so it is this
+            process alone that can't reach it, and commits that it can't see.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, store: Store, num_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Store,
+        num_bytes: int = 0,
+        *,
+        count_committed: Callable[[], int] = lambda: 0,
+        are_at_work: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
         self._num_bytes = num_bytes
+        self._count_committed = count_committed
+        self._are_at_work = are_at_work
         self._clock = clock
         self._since_s: float | None = None
         self._due_s = 0.0
@@ -53,11 +72,13 @@ class StorePause:
         now_s = self._clock()
         self._since_s = now_s if self._since_s is None else self._since_s
         if now_s - self._since_s > GIVE_UP_S:
-            raise StoreRefusedError(
-                f"{self._store.uri} has failed for {format_duration(now_s - self._since_s)}, and no shard "
-                f"was committed meanwhile: {reason}. What is committed stays: mend the store, then start the "
-                "same run again or press Retry"
-            )
+            if not self._are_at_work():
+                raise StoreRefusedError(
+                    f"{self._store.uri} has failed for {format_duration(now_s - self._since_s)}, and no "
+                    f"commit was seen meanwhile: {reason}. What is committed stays: mend the store, then "
+                    "start the same run again or press Retry"
+                )
+            self._since_s = now_s
         self.reason = reason
         self._due_s, self._wait_s = now_s + self._wait_s, min(2 * self._wait_s, LONGEST_WAIT_S)
 
@@ -80,9 +101,27 @@ class StorePause:
         """
         if self._clock() < self._due_s:
             return False
+        self.note_committed(self._count_committed())
         self.probe()
         self.reason = ""
         return True
+
+    def outlast(self, operation: Callable[[], _T], show: Callable[[str], None]) -> _T:
+        """Do what may be begun again at any point, as often as the store fails as a whole on the way.
+
+        Args:
+            operation: what is done.
+            show: told every few seconds why it waits.
+
+        Raises:
+            StoreRefusedError: the store has failed for too long.
+        """
+        while True:
+            with self.noted():
+                if not self.reason or self.is_over():
+                    return operation()
+            show(str(self))
+            time.sleep(POLL_S)
 
     def probe(self) -> None:
         """See whether the store answers, and whether a folder's disk has room.

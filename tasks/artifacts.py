@@ -93,6 +93,9 @@ class ProgressBoard:
         self._shards: UUID | None = None
         self._progress_due = self._shards_due = self._line_due = time.monotonic()
         self._percent = 0.0
+
+    def begin(self) -> None:
+        """Show that lanes are about to start."""
         with server_may_be_away():
             self._show_progress("starting lanes")
             self._show_shards([], "no shard yet")
@@ -122,6 +125,12 @@ class ProgressBoard:
             self._progress_due = now + PROGRESS_EVERY_S
             with server_may_be_away():
                 self._show_progress(why)
+
+    def conclude(self, report: Report) -> None:
+        """Say in the place of progress, if any was shown, what came of the run."""
+        if self._progress is not None:
+            with server_may_be_away():
+                self._show_progress(str(report))
 
     def _show_progress(self, text: str) -> None:
         if self._progress is None:
