@@ -93,6 +93,7 @@ class ProgressBoard:
         self._shards: UUID | None = None
         self._progress_due = self._shards_due = self._line_due = time.monotonic()
         self._percent = 0.0
+        self._says_why_it_waits = False
 
     def begin(self) -> None:
         """Show that lanes are about to start."""
@@ -111,6 +112,7 @@ class ProgressBoard:
             if last or now >= self._progress_due:
                 self._progress_due = now + PROGRESS_EVERY_S
                 self._show_progress(str(progress))
+                self._says_why_it_waits = False
             if last or now >= self._shards_due:
                 self._shards_due = now + SHARDS_EVERY_S
                 self._show_shards(progress.shards, f"{_counts(progress)}. {_which(progress)}")
@@ -125,10 +127,11 @@ class ProgressBoard:
             self._progress_due = now + PROGRESS_EVERY_S
             with server_may_be_away():
                 self._show_progress(why)
+                self._says_why_it_waits = True
 
     def conclude(self, report: Report) -> None:
-        """Say in the place of progress, if any was shown, what came of the run."""
-        if self._progress is not None:
+        """Say what came of the run, where it would still be said that it waits."""
+        if self._says_why_it_waits:
             with server_may_be_away():
                 self._show_progress(str(report))
 
