@@ -205,7 +205,10 @@ def test_a_shard_that_fails_says_why_and_is_retried_when_the_reason_is_gone(
     (shown,) = [a["data"] for a in artifacts if a["key"] == "layertap-failures"]
     assert "IntegrityError" in shown and f"layertap retry {uri}" in shown
 
-    set_state(stack, coordinator["id"], "SCHEDULED", "AwaitingRetry")
-    run_of(stack, "extract_hidden_states", "failing", "COMPLETED")
+    deployment = stack.ask("deployments", deployments={"name": {"any_": ["retry-failed-shards"]}})[0]["id"]
+    form = {"retry": {"root": "failing", "shards": [1]}}
+    # As the form of the deployment does in the UI.
+    stack.post(f"deployments/{deployment}/create_flow_run", {"parameters": form})
+    run_of(stack, "retry_failed_shards", "failing", "COMPLETED")
     assert_read_back(stack.store("failing"), rows, tiny_llama())
     assert "0 shards have failed" in stack.layertap("failures", uri)
