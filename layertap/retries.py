@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from obstore.exceptions import BaseError
 
 from layertap.errors import StoreError
-from layertap.store_errors import EXPIRED_CODES, UNEXPLAINED
+from layertap.store_errors import CONFLICT_CODES, EXPIRED_CODES, UNEXPLAINED
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
@@ -33,10 +33,15 @@ PATIENT: "RetryConfig" = {
 }
 """Rides out a restart of the store. Retries use jitter and a fresh body."""
 
-ENDS_EARLY = ("request or response body error", "<Code>BadDigest</Code>", "<Code>NoSuchUpload</Code>")
-"""Failures at which obstore gives up and another try helps: a reply that was cut off; a body that was damaged
-on its way; and an upload that was completed by a try whose reply got lost, or by another lane, so that the
-next one finds it no more."""
+ENDS_EARLY = (
+    "request or response body error",
+    "(code: InternalError)",
+    "(code: SlowDown)",
+    *(f"<Code>{code}</Code>" for code in ("BadDigest", "NoSuchUpload", *CONFLICT_CODES)),
+)
+"""Failures at which obstore gives up and another try helps: a reply that was cut off; some objects of many
+that weren't deleted; a body that was damaged on its way; an upload that was completed by a try whose reply
+got lost, or by another lane, so that the next one finds it no more; and others who create the object now."""
 
 WAITS_S = (0.2, 0.6, 1.8, 5.0, *[10.0] * 60)
 """The longest waits between such tries; each is drawn from below it."""

@@ -14,6 +14,9 @@ from layertap.errors import AlreadyExistsError, NotFoundError, StoreError, Store
 
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "RequestExpired"}
 
+CONFLICT_CODES = {"ConditionalRequestConflict", "OperationAborted"}
+"""AWS's answers where others create the same object just now: whether one of them did, the next try shows."""
+
 UNEXPLAINED = re.compile(r"status code: 40[013] [\w ]+: *\n|An error occurred \(40[013]\)")
 """A refusal without a body, as of a HEAD: it doesn't say whether the credentials have expired."""
 
@@ -56,14 +59,14 @@ def mapped(verb: str, what: str) -> Iterator[None]:
 
 def _translated(verb: str, what: str, error: Exception) -> StoreError:
     text = str(error)
-    found = re.search(r"<Code>(\w+)</Code>|An error occurred \((\w+)\)", text)
-    code = (found[1] or found[2]) if found else None
+    found = re.search(r"<Code>(\w+)</Code>|An error occurred \((\w+)\)|\(code: (\w+)\)", text)
+    code = found[found.lastindex or 0] if found else None
     sentence = re.split(r"[<\n]|\.\s", text, maxsplit=1)[0].rstrip(" :") or type(error).__name__
     message = f"can't {verb} {what}: {sentence}" + (f" [{code}]" if code else "")
+    if code in EXPIRED_CODES | CONFLICT_CODES:
+        return StoreError(message)
     if isinstance(error, obstore_errors.AlreadyExistsError | obstore_errors.PreconditionError):
         return AlreadyExistsError(message)
-    if code in EXPIRED_CODES:
-        return StoreError(message)
     if code in REFUSED_CODES or any(phrase in text for phrase in REFUSED_PHRASES):
         return StoreRefusedError(message)
     if isinstance(error, obstore_errors.PermissionDeniedError | obstore_errors.UnauthenticatedError):

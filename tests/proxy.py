@@ -59,6 +59,12 @@ class Faults:
     expired_status: int = 400
     """HTTP status of that answer."""
 
+    conflict: float = 0.0
+    """A put that may only create is answered 409, as by AWS where others create the object just now."""
+
+    undeleted: list[str] = field(default_factory=list)
+    """Codes with which the next deletions of objects fail, each in an answer of 200."""
+
     flip_upload: float = 0.0
     """A bit of the request's body is flipped on its way."""
 
@@ -112,7 +118,7 @@ class Proxy:
         self.count("requests")
         with self._lock:
             point = self._random.random()
-            for name in ("slow_down", "cut_upload", "lost_reply", "cut_reply", "flip_upload"):
+            for name in ("slow_down", "cut_upload", "lost_reply", "cut_reply", "flip_upload", "conflict"):
                 point -= getattr(self.faults, name)
                 if point < 0:
                     return name
@@ -163,6 +169,11 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if faults.refuses_checksums and checksums and self.command == "PUT":
             return self._refuse(400, "InvalidArgument")
+        if fault == "conflict" and self.headers.get("If-None-Match"):
+            self.proxy.count(fault)
+            return self._refuse(409, "ConditionalRequestConflict")
+        if faults.undeleted and self.path.endswith("?delete"):
+            return self._keep(faults.undeleted.pop(), body)
         if fault == "flip_upload" and body and self.command == "PUT":
             self.proxy.count(fault)
             body = bytes([body[0] ^ 1]) + body[1:]
@@ -217,8 +228,16 @@ class _Handler(BaseHTTPRequestHandler):
         if cut:
             self._hang_up("cut_reply")
 
+    def _keep(self, code: str, body: bytes) -> None:
+        key = body.decode().partition("<Key>")[2].partition("</Key>")[0]
+        error = f"<Error><Key>{key}</Key><Code>{code}</Code><Message>kept</Message></Error>"
+        self._say(200, f"<DeleteResult>{error}</DeleteResult>")
+
     def _refuse(self, status: int, code: str) -> None:
-        data = b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
+        self._say(status, "" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>")
+
+    def _say(self, status: int, text: str) -> None:
+        data = text.encode()
         self.send_response_only(status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(data)))

@@ -220,7 +220,7 @@ def test_a_whole_run_gets_through_a_network_that_fails_at_every_fifth_call(
     assert_read_back(store, rows, model)
 
 
-@pytest.mark.parametrize("fault", ["slow_down", "cut_upload", "lost_reply"])
+@pytest.mark.parametrize("fault", ["slow_down", "cut_upload", "lost_reply", "conflict"])
 def test_create_once_stays_once(opened: Callable[..., Store], proxy: Proxy, fault: str) -> None:
     """A create whose reply was lost has happened: it exists already, and what lies there is whole."""
     store = opened()
@@ -233,6 +233,30 @@ def test_create_once_stays_once(opened: Callable[..., Store], proxy: Proxy, faul
         with pytest.raises(AlreadyExistsError):
             store.create(f"state/{i}", b"second")
         assert store.get(f"state/{i}") == b"first"
+
+
+def test_a_conflict_that_lasts_is_no_word_that_the_object_exists(
+    opened: Callable[..., Store], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy.faults.conflict = 1.0
+    store = opened().with_retry({**PATIENT, "retry_timeout": timedelta(0)})
+    with pytest.raises(StoreError, match="ConditionalRequestConflict") as caught:
+        store.create("state/0", b"first")
+    assert type(caught.value) is StoreError and not store.exists("state/0")
+
+
+def test_objects_that_stay_for_now_are_deleted_and_those_that_must_stay_are_said(
+    opened: Callable[..., Store], proxy: Proxy
+) -> None:
+    store = opened()
+    for name in "ab":
+        store.put(f"data/{name}", b"x")
+    proxy.faults.undeleted = ["SlowDown", "InternalError"]
+    store.delete(["data/a", "data/b"])
+    assert store.list("data") == [] and not proxy.faults.undeleted
+    proxy.faults.undeleted = ["AccessDenied"]
+    with pytest.raises(StoreRefusedError, match="AccessDenied"):
+        store.delete(["data/a"])
 
 
 def test_a_store_that_ignores_the_condition_is_refused_with_the_way_out(
