@@ -125,7 +125,7 @@ def cancel(place: str, state: Path) -> None:
         raise InputError(
             f"no run of {place} has begun to extract; to end one that waits or plans: layertap cancel RUN"
         )
-    click.echo(cancel_runs(store, str(runs[-1].request["root"]), runs))
+    click.echo(cancel_runs(store, runs))
 
 
 @click.command()

@@ -1,7 +1,7 @@
 """Ends extractions: in the store, which every lane watches, and in Prefect; the coordinator may be dead."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from uuid import UUID
 
 from prefect import flow
@@ -13,7 +13,6 @@ from prefect.client.schemas.filters import (
     FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateType,
-    FlowRunFilterTags,
 )
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
 from prefect.states import Cancelled, Cancelling
@@ -47,9 +46,8 @@ def cancel_extraction(flow_run_id: str) -> str:
 
 def cancel_flow_run(flow_run_id: str) -> str:
     """End a coordinator and its lanes, whether it extracts, plans or waits, and whether it lives."""
-    storage, root = place_of(flow_run_id)
-    store = open_store(storage, root)
-    ended = cancel_runs(store, root, _runs_of(store, flow_run_id), flow_run_id)
+    store = open_store(*place_of(flow_run_id))
+    ended = cancel_runs(store, _runs_of(store, flow_run_id), flow_run_id)
     _stop(store, _runs_of(store, flow_run_id))  # it may have begun to extract meanwhile
     return ended
 
@@ -66,26 +64,25 @@ def place_of(flow_run_id: str) -> tuple[str, str]:
     return form.get("storage", DEFAULT_STORAGE), form["root"]
 
 
-def cancel_runs(store: Store, root: str, runs: Collection[RunRecord], *flow_runs: str) -> str:
+def cancel_runs(store: Store, runs: Sequence[RunRecord], *flow_runs: str) -> str:
     """End runs on a root, first in the store, then in Prefect; returns what was ended, in words.
 
     Args:
         store: the root.
-        root: its folder under the storage block.
-        runs: those that have begun to extract.
+        runs: those that have begun to extract, oldest first.
         flow_runs: other flow runs to end, which may not have come so far.
     """
     _stop(store, runs)
     coordinators = {UUID(k) for k in (*flow_runs, *(run.started_by for run in runs)) if k}
     ended = "told the lanes through the store; Prefect's server is away, its states follow"
     with server_may_be_away(), get_client(sync_client=True) as client:
-        lanes = _lanes(client, root, {run.run_id for run in runs})
+        lanes = _lanes(client, {run.run_id for run in runs})
         ended = _end_all(client, [*_living(client, coordinators), *lanes])
     return ended
 
 
-def _stop(store: Store, runs: Collection[RunRecord]) -> None:
-    for run in runs:
+def _stop(store: Store, runs: Sequence[RunRecord]) -> None:
+    for run in reversed(runs):  # the newest may hold GPUs, and there may be hundreds that are long over
         if run.plan_id:
             Catalog(store).stop(run.plan_id, run.run_id)
 
@@ -98,11 +95,9 @@ def _end_all(client: SyncPrefectClient, living: Collection[FlowRun]) -> str:
     return f"ended: {names}" + (f"; {len(forced)} of them had no process left" if forced else "")
 
 
-def _lanes(client: SyncPrefectClient, root: str, run_ids: Collection[str]) -> list[FlowRun]:
+def _lanes(client: SyncPrefectClient, run_ids: Collection[str]) -> list[FlowRun]:
     """Lanes of the runs that aren't over."""
-    lanes = read_flow_runs(
-        client, FlowRunFilter(tags=FlowRunFilterTags(all_=[f"root:{root}"]), state=LIVES), LANE
-    )
+    lanes = read_flow_runs(client, FlowRunFilter(state=LIVES), LANE)
     return [lane for lane in lanes if lane.parameters.get("run") in run_ids]
 
 
@@ -112,10 +107,11 @@ def _living(client: SyncPrefectClient, ids: Collection[UUID]) -> list[FlowRun]:
 
 
 def _end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    """Cancel a flow run. Only one that runs has an engine to carry a Cancelling out."""
-    if flow_run.state is not None and flow_run.state.is_running():
+    """Cancel a flow run. One that a worker has taken has an engine, or soon will: Cancelled won't stop it."""
+    state = flow_run.state
+    if state is not None and (state.is_running() or state.is_pending()):
         client.set_flow_run_state(flow_run.id, Cancelling())
-    elif flow_run.state is None or not flow_run.state.is_cancelling():
+    elif state is None or not state.is_cancelling():
         client.set_flow_run_state(flow_run.id, Cancelled(message="its run was cancelled"), force=True)
 
 

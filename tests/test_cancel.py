@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import Cancelling, Completed, Running, Scheduled
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.states import Cancelling, Completed, Pending, Running, Scheduled
 
 from deployments import run_commands
 from flows import cancel, flow_runs
@@ -39,7 +40,7 @@ def lane(run: str) -> None:
 
 
 def lane_of(client: SyncPrefectClient, run: str) -> FlowRun:
-    return client.create_flow_run(lane, parameters={"run": run}, tags=["root:a"], state=Scheduled())
+    return client.create_flow_run(lane, parameters={"run": run}, state=Scheduled())
 
 
 def coordinator_of(client: SyncPrefectClient, state: State[Any]) -> FlowRun:
@@ -58,7 +59,7 @@ def test_all_lanes_and_coordinators_that_live_are_ended_whoever_was_deleted_from
     started_by = {"0": str(uuid4()), "1": str(done.id), "2": str(waiting.id)}
     lanes = [lane_of(client, run) for run in "00222"]
     stranger = lane_of(client, "of another root, or a run that isn't to end")
-    told = cancel_runs(folder_store, "a", [record_of(run, by) for run, by in started_by.items()])
+    told = cancel_runs(folder_store, [record_of(run, by) for run, by in started_by.items()])
     assert {name in told for name in (waiting.name, *(lane.name for lane in lanes))} == {True}
     assert done.name not in told and "no process left" not in told
     for ended in (waiting, *lanes):
@@ -78,7 +79,19 @@ def test_the_command_ends_a_run_that_waits(
     assert client.read_flow_run(waiting.id).state_name == "Cancelled"
 
 
-@pytest.mark.parametrize("state", [Running(), Cancelling()])
+def test_the_command_ends_runs_that_the_library_began_the_newest_first(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+    monkeypatch.setattr(Catalog, "stop", lambda self, plan_id, run: stopped.append(run))
+    for run in "123":
+        RunRecords(folder_store).put(record_of(run, ""))
+    told = CliRunner().invoke(run_commands.cancel, [folder_store.uri, "--state", str(tmp_path)])
+    assert (told.exit_code, told.output) == (0, "ended: nothing ran any more\n")
+    assert stopped == ["3", "2", "1"]
+
+
+@pytest.mark.parametrize("state", [Pending(), Running(), Cancelling()])
 def test_a_coordinator_that_died_while_it_planned_is_ended_and_so_are_lanes_that_it_may_have_sent(
     client: SyncPrefectClient, folder_store: Store, monkeypatch: pytest.MonkeyPatch, state: State[Any]
 ) -> None:
@@ -88,6 +101,7 @@ def test_a_coordinator_that_died_while_it_planned_is_ended_and_so_are_lanes_that
 
     def wait(*args: Any) -> Any:
         RunRecords(folder_store).put(record_of("late", str(planning.id)))
+        assert client.set_flow_run_state(planning.id, Running()).status == SetStateStatus.REJECT
         return honest(*args)
 
     monkeypatch.setattr(cancel, "_wait", wait)
