@@ -113,11 +113,13 @@ class Lanes:
         return {k for k, state in self._states.items() if state.name == STORE_FAILED}
 
     def _look(self) -> None:
+        ids = [k for k, state in self._states.items() if not state.is_final()]
         with get_client(sync_client=True) as client:
-            for run in _read(client, [k for k, state in self._states.items() if not state.is_final()]):
-                assert run.state is not None
-                self._warn_of_change(run.id, run.state)
-                self._states[run.id] = run.state
+            found = {run.id: run.state for run in _read(client, ids)}
+        for k in ids:
+            state = found.get(k) or Cancelled(message="its flow run was deleted")
+            self._warn_of_change(k, state)
+            self._states[k] = state
 
     def _warn_of_change(self, flow_run: UUID, state: State[Any]) -> None:
         name = self._names[flow_run]
@@ -186,7 +188,7 @@ class Lanes:
         return 0
 
     def _num_cancelled(self) -> int:
-        """Lanes that somebody cancelled by hand, and so doesn't want replaced."""
+        """Lanes that somebody cancelled or deleted by hand, and so doesn't want replaced."""
         return sum(state.is_cancelled() and k not in self._lost for k, state in self._states.items())
 
     def _last_words(self) -> str:

@@ -1,13 +1,14 @@
 """Which lanes a coordinator sends, replaces and gives up, by what the store and Prefect say of them."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 
 from flows import dispatch
 from flows.dispatch import (
@@ -92,6 +93,24 @@ def test_a_dead_lane_is_replaced(clock: list[float]) -> None:
     lanes.becomes("lane-0", CRASHED)
     lanes.tend(seen("lane-1"))
     assert [lanes._names[k] for k in lanes._live()] == ["lane-1", "lane-2"]
+
+
+def test_a_lane_whose_flow_run_was_deleted_is_neither_replaced_nor_ended(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = OfflineLanes(2)
+    lanes.tend(seen())
+    _, kept = lanes._states
+    monkeypatch.setattr(dispatch, "get_client", lambda **_: nullcontext())
+    monkeypatch.setattr(
+        dispatch, "read_flow_runs", lambda *_: [FlowRun(id=kept, flow_id=uuid4(), state=RUNNING)]
+    )
+    Lanes._look(lanes)
+    lanes.tend(seen("lane-1"))
+    assert lanes._live() == [kept]
+    with lanes:
+        lanes.becomes("lane-1", COMPLETED)
+    assert lanes.ended == []
 
 
 def test_a_lane_with_stale_claims_is_given_up_and_an_idle_one_beside_it_is_not(clock: list[float]) -> None:
