@@ -109,6 +109,16 @@ class Bucket:
         self._locks: dict[int, threading.Lock] = {}
         self._tells_sizes_alone = False
 
+    def renew(self) -> None:
+        """Read a file of credentials again: others may write new keys, and a session reads it once."""
+        credentials: Any = self.session.get_credentials()
+        if credentials.method in ("shared-credentials-file", "config-file"):
+            import boto3
+
+            profile, region = self.session._session.profile, self.session.region_name
+            self.session = boto3.Session(profile_name=profile, region_name=region)
+            self._clients.clear()
+
     @property
     def _region(self) -> str:
         return self.settings.region or self.session.region_name or DEFAULT_REGION

@@ -358,6 +358,8 @@ class Store:
 
     def _reopen(self) -> None:
         """Let the next request ask for credentials anew: obstore keeps those it has as long as they last."""
+        if isinstance(self._root, Bucket):
+            self._root.renew()
         self.__dict__.pop("_opened", None)
 
     def _read_range(self, path: str, offset: int, nbytes: int) -> Buffer:

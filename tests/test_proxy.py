@@ -341,6 +341,31 @@ def test_credentials_are_asked_for_again_where_an_answer_has_no_body_to_say_that
     assert renewable.num_asked == 2
 
 
+def test_keys_that_others_write_anew_into_the_file_of_credentials_are_read_again(
+    object_server: ObjectServer,
+    proxy: Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    aws_environment: None,
+) -> None:
+    def write(key: str, secret: str) -> None:
+        file.write_text(f"[mine]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+
+    file, good = tmp_path / "credentials", object_server.session().get_credentials()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint_url)
+    write("old", "old")
+    proxy.faults.expired_keys = {"old"}
+    store = Store.open(f"s3://{BUCKET}/root-{uuid.uuid4().hex[:8]}")
+    store = store.with_retry({**PATIENT, "retry_timeout": timedelta(seconds=5)})
+    write(good.access_key, good.secret_key)
+    store.put("data/a", b"x", durable=True)
+    assert store.get("data/a") == b"x"
+
+
 class Once(set[str]):
     """Holds its items until somebody has found one."""
 
