@@ -1,10 +1,15 @@
 """Automodel: its own DSpark cache reader over exported shards."""
 
+import pytest
+import torch
 from nemo_automodel.components.datasets.llm.dspark_cache import (
     CachedDSparkDataset,
     build_cached_dspark_dataloader,
+    read_manifest,
     read_target_weight_modules,
 )
+from nemo_automodel.recipes.llm.train_dspark import _read_target_model_type, _validate_cached_dspark_manifest
+from transformers import AutoConfig
 
 from tests.contracts.plain import Plain
 
@@ -31,6 +36,26 @@ def test_its_loader_takes_them(plain: Plain) -> None:
         cache_dir=str(plain.folder / "automodel"), batch_size=16, shuffle=True
     )
     assert [batch["target_hidden_states"].shape for batch in batches] == [(16, 64, 192)] * 4
+
+
+def test_its_recipe_takes_the_manifest_for_these_layers_alone(plain: Plain) -> None:
+    cache, config = str(plain.folder / "automodel"), AutoConfig.from_pretrained(plain.target)
+
+    def validate(layer_ids: list[int]) -> None:
+        _validate_cached_dspark_manifest(
+            cache,
+            read_manifest(cache),
+            config.get_text_config(),
+            layer_ids,
+            target_model="tiny",
+            target_model_type=_read_target_model_type(plain.target, False),
+            seq_length=64,
+            compute_dtype=torch.float32,
+        )
+
+    validate([0, 2, 3])
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        validate([1, 3, 4])
 
 
 def test_embedding_and_head_are_read(plain: Plain) -> None:
