@@ -152,6 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.read(length // 2)
             return self._hang_up(fault)
         body = self._body(length)
+        if self.headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD":
+            self.proxy.count("unsigned")
         key = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
         checksums = [
             n for n in self.headers if n.lower().startswith(("x-amz-checksum", "x-amz-sdk-checksum"))

@@ -406,6 +406,11 @@ def test_credentials_that_stay_expired_are_worth_another_try_later(
     assert raised.value.retriable
 
 
+def test_bodies_are_signed_where_no_tls_protects_them(opened: Callable[..., Store], proxy: Proxy) -> None:
+    opened().put("data/a", b"x")
+    assert proxy.counts["requests"] > 0 == proxy.counts["unsigned"]
+
+
 def test_a_private_ca_is_trusted_by_its_file_and_nothing_else_is(
     object_server: ObjectServer, tmp_path: Path
 ) -> None:
@@ -420,7 +425,9 @@ def test_a_private_ca_is_trusted_by_its_file_and_nothing_else_is(
 
         store = opened(str(ours.file))
         check_store(store)
+        before = proxy.counts["unsigned"]
         store.put("data/a", b"x")
+        assert proxy.counts["unsigned"] > before
         wrong = {str(others.file): "the CA file '.*others.pem'", True: "this host's CAs"}
         for verify, by in wrong.items():
             with pytest.raises(StoreRefusedError, match=f"isn't good by {by} .UnknownIssuer.*AWS_CA_BUNDLE"):

@@ -93,11 +93,11 @@ def compared(target: Target, what: str, settings: PlanSettings) -> list[Measured
     def against(usual: str, trials: list[float], at_least: float | None = None) -> Measured:
         ours, theirs = statistics.median(rates.layertap), statistics.median(trials)
         return Measured(
-            name=f"forward, {what}, against {usual}",
+            name=f"forward, {what}",
             layertap=ours,
             against=theirs,
             unit="tokens/s",
-            against_what=f"Hugging Face, eager: {usual}, {theirs / ceiling:.2f} of the ceiling",
+            against_what=f"eager, {usual}: {theirs / ceiling:.2f} of the ceiling",
             ratio=ours / theirs,
             at_least=at_least,
             details={"layertap": rates.layertap, "against": trials, "share_of_ceiling": theirs / ceiling},
