@@ -53,24 +53,40 @@ def reextract_when_changed(reextraction: Reextraction) -> State[Any]:
 
 
 def _last(again: Again) -> Extraction:
-    """What the last run on the root was asked to do, with another number of lanes unless that is 0."""
+    """What the last run on the root was asked to do, with another number of lanes unless that is 0.
+
+    The root may have been moved since, and the storage block may have got another name.
+    """
     asked: Mapping[str, Any] = RunRecords(open_store(again.storage, again.root)).latest().request
-    return Extraction.model_validate({**asked, **({"num_lanes": again.num_lanes} if again.num_lanes else {})})
+    changed = {
+        "root": again.root,
+        "storage": again.storage,
+        "num_lanes": again.num_lanes or asked["num_lanes"],
+    }
+    return Extraction.model_validate({**asked, **changed})
 
 
 def _has_changed(extraction: Extraction) -> bool:
-    """Whether the newest version isn't complete, or is of another dataset."""
+    """Whether the newest version isn't complete or is of another dataset, or this one can't be read now."""
     newest = Versions(open_store(extraction.storage, extraction.root)).latest(complete=False)
     if newest is None or not newest.complete:
         return True
     settings = extraction.settings()
-    path = local_dataset(extraction.storage, settings.dataset)
-    dataset = TokenDataset.open(path, split=settings.split, columns=settings.columns)
-    return dataset.fingerprint != newest.dataset_fingerprint
+    try:
+        path = local_dataset(extraction.storage, settings.dataset)
+        dataset = TokenDataset.open(path, split=settings.split, columns=settings.columns)
+        return dataset.fingerprint != newest.dataset_fingerprint
+    except DatasetError as error:  # if its writer is through, extracting it says the same
+        get_run_logger().info("the dataset can't be read: %s", error)
+        return True
 
 
 def _files(extraction: Extraction) -> tuple[FileState, ...]:
-    return dataset_files(extraction.storage, extraction.dataset)
+    """State of the dataset's files; none while its writer has it out of the way."""
+    try:
+        return dataset_files(extraction.storage, extraction.dataset)
+    except (DatasetError, FileNotFoundError):
+        return ()
 
 
 def _wait_until_still(extraction: Extraction, still_s: float) -> tuple[FileState, ...]:

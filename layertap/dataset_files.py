@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from layertap.errors import DatasetError
+from layertap.errors import DatasetError, IntegrityError, NotFoundError
 from layertap.progress import format_bytes
 from layertap.store import ObjectInfo, Store, checksum
 
@@ -62,7 +62,9 @@ class StoredDataset:
         found = self.store.list(self.name) or self._single()
         if not found:
             raise DatasetError(f"there is no dataset at {self.uri}: no object has that name or lies below it")
-        return tuple((info.path, info.size, info.e_tag or "") for info in found)
+        folders = {str(folder) for info in found for folder in PurePosixPath(info.path).parents}
+        # S3 consoles make an object for each folder, which has the folder's name and no byte.
+        return tuple((o.path, o.size, o.e_tag or "") for o in found if o.size or o.path not in folders)
 
     def _single(self) -> list[ObjectInfo]:
         return [self.store.head(self.name)] if self.store.exists(self.name) else []
@@ -93,19 +95,24 @@ class StoredDataset:
         return whole / self.name
 
     def _fetch(self, files: Sequence[FileState], folder: Path) -> None:
-        sums: dict[str, str] = {}
-        for name, size, _ in files:
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                for offset in range(0, size, PART_BYTES):
-                    file.write(self.store.get_range(name, offset, min(PART_BYTES, size - offset)))
-            sums[name] = checksum(path.read_bytes())
+        changed = DatasetError(
+            f"{self.uri} changed while it was read: start again once its writer is through"
+        )
+        try:
+            sums = {name: self._fetch_file(name, size, folder / name) for name, size, _ in files}
+        except (NotFoundError, IntegrityError) as error:  # gone, or shorter than it was listed
+            raise changed from error
         if self.files() != tuple(files):
-            raise DatasetError(
-                f"{self.uri} changed while it was read: start again once its writer is through"
-            )
+            raise changed
         (folder / MANIFEST).write_text(json.dumps(sums))
+
+    def _fetch_file(self, name: str, size: int, path: Path) -> str:
+        """Write an object to a file; returns its checksum."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for offset in range(0, size, PART_BYTES):
+                file.write(self.store.get_range(name, offset, min(PART_BYTES, size - offset)))
+        return checksum(path.read_bytes())
 
 
 def _is_sound(folder: Path) -> bool:

@@ -1,5 +1,6 @@
 """Datasets on a store: staged once, whole, by content; and when a dataset counts as changed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from layertap.dataset import TokenDataset
 from layertap.dataset_files import MANIFEST, StoredDataset, local_files
 from layertap.errors import DatasetError
-from layertap.store import Store
+from layertap.store import ObjectInfo, Store
 from tests.runs import save_rows, some_rows
 
 
@@ -66,6 +67,36 @@ def test_a_dataset_that_changes_while_it_is_read_is_refused(
     with pytest.raises(DatasetError, match="changed while it was read"):
         stored.stage(tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("[!.]*"))
+
+
+def test_a_dataset_of_which_a_file_goes_while_it_is_read_is_refused_alike(
+    stored: StoredDataset, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Store.list
+
+    def listed(self: Store, prefix: str) -> list[ObjectInfo]:
+        found = honest(self, prefix)
+        store.delete([found[0].path])
+        return found
+
+    monkeypatch.setattr(Store, "list", listed)
+    with pytest.raises(DatasetError, match="changed while it was read"):
+        stored.stage(tmp_path / "cache")
+
+
+def test_objects_that_stand_for_folders_are_left_out(
+    stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, files = Store.list, stored.files()
+
+    def listed(self: Store, prefix: str) -> list[ObjectInfo]:
+        """As obstore tells of `data/chats/`, which the console of S3 makes."""
+        marker = replace(honest(self, prefix)[0], path="data/chats", size=0)
+        return [marker, *honest(self, prefix)]
+
+    monkeypatch.setattr(Store, "list", listed)
+    assert stored.files() == files
+    assert TokenDataset.open(stored.stage(tmp_path / "cache")).num_rows == 20
 
 
 def test_a_single_file_is_staged_too_and_none_is_named(store: Store, tmp_path: Path) -> None:
