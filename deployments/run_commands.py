@@ -144,6 +144,9 @@ def notify(root: str, storage: str, state: Path) -> None:
     from prefect.client.orchestration import get_client
     from prefect.events import Event, Resource
 
+    from flows.parameters import Reextraction
+
+    Reextraction.checked({"root": root, "storage": storage})  # nobody would hear that the run can't be made
     told = Event(
         event="dataset.updated",
         resource=Resource(

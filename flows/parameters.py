@@ -17,7 +17,11 @@ from layertap.target_info import drafter_layer_ids
 BLOCK = r"^(s3-bucket|local-file-system)/[a-z0-9-]+$"
 ROOT = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$"
 
-EXAMPLES = {"root": "qwen3-8b/chats, a folder under the storage block", "storage": "s3-bucket/NAME"}
+EXAMPLES = {
+    "root": "qwen3-8b/chats, a folder under the storage block",
+    "storage": "s3-bucket/NAME",
+    "out": "/data/tokens",
+}
 """What the values with a pattern look like."""
 
 
@@ -31,6 +35,18 @@ class Form(BaseModel):
     """What the forms share."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_number_fields)
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> Self:
+        """The form with these values.
+
+        Raises:
+            InputError: one is out of its range.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise InputError("; ".join(map(_told, error.errors()))) from error
 
 
 class Advanced(Form):
@@ -156,10 +172,7 @@ class Extraction(Form):
             )
         advanced = {name: value for name, value in values.items() if name in Advanced.model_fields}
         plain = {name: value for name, value in values.items() if name not in advanced}
-        try:
-            return cls.model_validate({**plain, "advanced": Advanced.model_validate(advanced)})
-        except ValidationError as error:
-            raise InputError("; ".join(map(_told, error.errors()))) from error
+        return cls.checked({**plain, "advanced": Advanced.checked(advanced)})
 
     def settings(self) -> RunSettings:
         """The run that the form asks for.
@@ -251,7 +264,10 @@ class Preparation(Form):
     """Which chats to tokenise, and how."""
 
     source: str = Field(min_length=1, description='JSONL of chats, one {"messages": […], "id": …} a line.')
-    out: str = Field(min_length=1, description="Folder for the dataset.")
+    out: str = Field(
+        pattern=r"^/",
+        description="New folder for the dataset, on the coordinator's host: /data/tokens.",
+    )
     tokenizer: str = Field(min_length=1, description="Tokenizer of the target: a hub id or a folder.")
     revision: str = Field(default="", description="Hub revision of the tokenizer; empty for its main branch.")
     template: str = Field(

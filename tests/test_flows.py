@@ -158,6 +158,12 @@ def test_a_root_that_is_no_folder_is_answered_with_an_example() -> None:
         Extraction.of({**FORM, "root": "/absolute"})
 
 
+def test_a_dataset_is_not_prepared_into_a_folder_that_goes_with_the_run() -> None:
+    form = {"source": "/data/chats.jsonl", "out": "tokens", "tokenizer": "org/model"}
+    with pytest.raises(InputError, match="out 'tokens' is not like /data/tokens"):
+        Preparation.checked(form)
+
+
 @pytest.mark.parametrize("run_count", [1, 2])
 def test_a_lane_of_a_run_that_was_stopped_is_cancelled_and_says_how_to_go_on_also_when_it_is_retried(
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_count: int

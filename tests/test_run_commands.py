@@ -38,6 +38,12 @@ def test_notify_fails_where_nobody_was_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert "doesn't answer" in away.stderr and "PREFECT_API_AUTH_STRING" in refused.stderr
 
 
+def test_notify_takes_no_address_for_a_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = layertap(9, monkeypatch, "notify", "s3://bucket/model/chats")
+    assert told.exit_code == 2
+    assert "root 's3://bucket/model/chats' is not like qwen3-8b/chats" in told.stderr
+
+
 RUN = str(uuid4())
 PREPARATION = {"id": RUN, "flow_id": RUN, "parameters": {"preparation": {"chats": "chats.jsonl"}}}
 EXTRACTION = ["run", "rows", "--target", "org/model", "--layers", "1", "--root", "model/run-1"]
