@@ -53,7 +53,7 @@ def run_ids(stack: Stack, flow: str) -> list[str]:
     return [run["id"] for run in answer.json()]
 
 
-def looks(page: Page, stack: Stack, root: Path) -> Mapping[str, Callable[[], object]]:
+def looks(page: Page, stack: Stack, root: Path, num_rows: int) -> Mapping[str, Callable[[], object]]:
     """What people look at, by name."""
     runs = f"{stack.ui_url}/v2/runs/flow-run"
     (coordinator,), lane = run_ids(stack, "extract_hidden_states"), run_ids(stack, "extraction_lane")[0]
@@ -75,7 +75,7 @@ def looks(page: Page, stack: Stack, root: Path) -> Mapping[str, Callable[[], obj
 
     return {
         "the run's page": page_of_the_run,
-        "its progress": lambda: artifact("layertap-progress", "samples/s"),
+        "its progress": lambda: artifact("layertap-progress", f"of {num_rows:,} rows"),
         "its shards": lambda: artifact("layertap-shards", "tokens done"),
         "a lane's page, its shards": lane_s_tasks,
         "layertap status": lambda: status(root),
@@ -89,7 +89,7 @@ def status(root: Path, *more: str) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def look(stack: Stack, root: Path) -> dict[str, float]:
+def look(stack: Stack, root: Path, num_rows: int) -> dict[str, float]:
     """Seconds of each look, the median of three."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=QUIET)
@@ -97,7 +97,7 @@ def look(stack: Stack, root: Path) -> dict[str, float]:
         page.set_default_timeout(PATIENCE_MS)
         found = {
             name: median(seconds_of(what) for _ in range(3))
-            for name, what in looks(page, stack, root).items()
+            for name, what in looks(page, stack, root, num_rows).items()
         }
         browser.close()
     say("seconds", **{name: round(s, 2) for name, s in found.items()})
@@ -121,12 +121,15 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             return 2 * counts.get(ShardState.COMMITTED, 0) >= len(plan.shards)
 
         run.wait(half_is_done, "half of the shards", timeout_s=3600)
-        found: dict[str, Any] = {"shards": len(plan.shards), "half-way": look(stack, store / ROOT)}
+        found: dict[str, Any] = {
+            "shards": len(plan.shards),
+            "half-way": look(stack, store / ROOT, options.shards),
+        }
         found["was running"] = run.process.poll() is None
         if run.process.wait(3600):
             raise SystemExit("the run failed")
         found["run_s"] = time.monotonic() - begun
-        found["at the end"] = look(stack, store / ROOT)
+        found["at the end"] = look(stack, store / ROOT, options.shards)
     return found
 
 
