@@ -1,6 +1,7 @@
 """Shards that failed, as a person needs to see them: why, where, and how to try them again."""
 
-from collections.abc import Collection, Iterable
+import shlex
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,21 +164,32 @@ def _texts(told: dict[str, Any]) -> dict[str, str]:
     return {name: str(told.get(name, "")) for name in names}
 
 
-def markdown(failures: Collection[ShardFailure], uri: str, *, at_most: int) -> str:
-    """Failures for a page: a table, then each with its traceback and log."""
+def markdown(
+    failures: Collection[ShardFailure], uri: str, *, at_most: int, pages: Mapping[str, str] | None = None
+) -> str:
+    """Failures for a page: a table, then each with its traceback and log.
+
+    Args:
+        failures: of a root.
+        uri: the root's address.
+        at_most: how many are shown; the rest is counted.
+        pages: name of a lane -> address of its page.
+    """
     shown = list(failures)[:at_most]
     lines = [
         f"{len(failures):,} shards of {uri} failed. To try them again: **Retry** on this run, the deployment "
         "`retry-failed-shards` with this root, or",
         "",
-        f"    layertap retry {uri}",
+        f"    layertap retry {shlex.quote(uri)}",
         "",
         "Only what is missing is computed, with any number of lanes.",
         "",
-        "| shard | why |",
-        "| --- | --- |",
+        "| shard | why | last lane |",
+        "| --- | --- | --- |",
     ]
-    lines += [f"| {one.shard} | {one.reason.replace('|', '/')} |" for one in shown]
+    lanes = {lane: f"[{lane}]({address})" for lane, address in (pages or {}).items()}
+    for one in shown:
+        lines.append(f"| {one.shard} | {one.reason.replace('|', '/')} | {lanes.get(one.lane, one.lane)} |")
     for one in shown:
         lines += ["", f"**Shard {one.shard}**", "", "```", str(one), "```"]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ fill the database.
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, cast
@@ -24,6 +24,7 @@ from prefect.artifacts import (
 )
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.exceptions import PrefectHTTPStatusError
 
 from layertap.failures import ShardFailure, markdown
@@ -80,9 +81,19 @@ def show_outcome(report: Report) -> None:
 def show_failures(failures: Sequence[ShardFailure], uri: str) -> None:
     """Show why shards failed and how to try them again."""
     if failures:
-        text = markdown(failures, uri, at_most=MAX_FAILURES)
         with server_may_be_away():
+            pages = _pages({failure.lane for failure in failures[:MAX_FAILURES]})
+            text = markdown(failures, uri, at_most=MAX_FAILURES, pages=pages)
             create_markdown_artifact(text, key=FAILURES, description="Shards that failed, and how to retry")
+
+
+def _pages(lanes: Collection[str]) -> dict[str, str]:
+    """Address of each lane's page in the UI; a lane that was retried bears another name than its run."""
+    named = FlowRunFilter(name=FlowRunFilterName(any_=list(lanes)))
+    with get_client(sync_client=True) as client:
+        return {
+            run.name: f"/v2/runs/flow-run/{run.id}" for run in client.read_flow_runs(flow_run_filter=named)
+        }
 
 
 class ProgressBoard:

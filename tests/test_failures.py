@@ -7,6 +7,10 @@ from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner
+from prefect import flow
+from prefect.artifacts import Artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 
 from deployments.run_commands import failures
 from layertap.coordinator import Run
@@ -16,6 +20,7 @@ from layertap.lane_work import extract_in_threads
 from layertap.plan import PlanSettings
 from layertap.shard_state import ShardState
 from layertap.store import Store
+from tasks.artifacts import FAILURES, show_failures
 from tests.models import saved, tiny_llama
 from tests.runs import run_lane, save_rows, settings_for, some_rows
 
@@ -93,9 +98,27 @@ def test_lanes_that_died_in_silence_are_named_by_their_claims(run: Run) -> None:
 
 def test_the_page_has_a_line_for_each_and_the_way_to_retry(run: Run) -> None:
     fail_on(run, 0, "a", "b")
-    text = markdown(read_failures(run.catalog), "s3://b/root", at_most=5)
-    assert "| 0 | ValueError: bad / on b |" in text
-    assert "    layertap retry s3://b/root" in text and "and more" in text
+    text = markdown(read_failures(run.catalog), "/data/my root", at_most=5)
+    assert "| 0 | ValueError: bad / on b | b |" in text
+    assert "    layertap retry '/data/my root'" in text and "and more" in text
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_page_links_to_the_lane_of_each_shard_whose_run_is_known(run: Run) -> None:
+    fail_on(run, 0, "a", "b")
+    fail_on(run, 1, "a", "b-again-2")
+
+    @flow
+    def coordinator() -> FlowRun:
+        with get_client(sync_client=True) as client:
+            lane = client.create_flow_run(coordinator, name="b")
+        show_failures(read_failures(run.catalog), "s3://b/root")
+        return lane
+
+    lane = coordinator()
+    shown = str(Artifact.get(FAILURES).data)  # type: ignore[union-attr]
+    assert f"| 0 | ValueError: bad / on b | [b](/v2/runs/flow-run/{lane.id}) |" in shown
+    assert "| 1 | ValueError: bad / on b-again-2 | b-again-2 |" in shown
 
 
 def test_the_command_tells_of_them_and_ends_with_status_1(run: Run, folder_store: Store) -> None:
