@@ -60,7 +60,7 @@ def patiently(operation: Callable[[], _T], at_most: timedelta, *, renew: Callabl
         try:
             return operation()
         except (BaseError, FileNotFoundError, StoreError) as error:
-            expired = any(f"<Code>{code}</Code>" in str(error) for code in EXPIRED_CODES)
+            expired = any(f"{code}<" in str(error) or f"[{code}]" in str(error) for code in EXPIRED_CODES)
             may_be = unasked and UNEXPLAINED.search(str(error)) is not None
             passes = type(error) is StoreError or any(text in str(error) for text in ENDS_EARLY)
             if not (expired or may_be or passes) or time.monotonic() > deadline:

@@ -177,10 +177,14 @@ class Bucket:
         return Content(answer["ContentLength"], int.from_bytes(b64decode(text), "big"))
 
     def range_after_fork(self, path: str, offset: int, nbytes: int) -> bytes:
-        """A range through boto3, for a forked process: there obstore waits for threads that do not exist."""
+        """A range through boto3, for a forked process: there obstore waits for threads that do not exist.
+
+        Asked once: boto3's own retries end where an answer's body begins.
+        """
         key = f"{self.settings.prefix}/{path}".lstrip("/")
         wanted = f"bytes={offset}-{offset + nbytes - 1}"
-        answer = self._client_of_process().get_object(Bucket=self.settings.bucket, Key=key, Range=wanted)
+        client = self._client_of_process(max_tries=1)
+        answer = client.get_object(Bucket=self.settings.bucket, Key=key, Range=wanted)
         data: bytes = answer["Body"].read()
         return data
 

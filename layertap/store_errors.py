@@ -10,7 +10,14 @@ from collections.abc import Iterator
 
 from obstore import exceptions as obstore_errors
 
-from layertap.errors import AlreadyExistsError, NotFoundError, StoreError, StoreRefusedError
+from layertap.errors import (
+    AlreadyExistsError,
+    IntegrityError,
+    LayertapError,
+    NotFoundError,
+    StoreError,
+    StoreRefusedError,
+)
 
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "RequestExpired"}
 
@@ -57,7 +64,7 @@ def mapped(verb: str, what: str) -> Iterator[None]:
         raise _translated(verb, what, error) from None
 
 
-def _translated(verb: str, what: str, error: Exception) -> StoreError:
+def _translated(verb: str, what: str, error: Exception) -> LayertapError:
     text = str(error)
     found = re.search(r"<Code>(\w+)</Code>|An error occurred \((\w+)\)|\(code: (\w+)\)", text)
     code = found[found.lastindex or 0] if found else None
@@ -65,6 +72,8 @@ def _translated(verb: str, what: str, error: Exception) -> StoreError:
     message = f"can't {verb} {what}: {sentence}" + (f" [{code}]" if code else "")
     if code in EXPIRED_CODES | CONFLICT_CODES:
         return StoreError(message)
+    if code == "InvalidRange":
+        return IntegrityError(message)
     if isinstance(error, obstore_errors.AlreadyExistsError | obstore_errors.PreconditionError):
         return AlreadyExistsError(message)
     if code in REFUSED_CODES or any(phrase in text for phrase in REFUSED_PHRASES):

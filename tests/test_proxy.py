@@ -366,6 +366,17 @@ def test_keys_that_others_write_anew_into_the_file_of_credentials_are_read_again
     assert store.get("data/a") == b"x"
 
 
+def test_keys_that_expire_are_read_again_in_a_forked_process(
+    object_server: ObjectServer, opened: Callable[..., Store], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    store.put("data/a", b"0123")
+    monkeypatch.setattr("layertap.store._forked", lambda: True)
+    proxy.faults.expired_keys = {object_server.session().get_credentials().access_key}
+    monkeypatch.setattr(Bucket, "renew", lambda _: setattr(proxy.faults, "expired_keys", set()))
+    assert store.get_range("data/a", 1, 2) == b"12"
+
+
 class Once(set[str]):
     """Holds its items until somebody has found one."""
 

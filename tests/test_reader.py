@@ -408,7 +408,13 @@ class _CutsTheFirstAnswer(BaseHTTPRequestHandler):
         """Tell nobody."""
 
 
-def test_an_answer_that_breaks_off_is_taken_up_where_it_broke(aws_environment: None) -> None:
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_an_answer_that_breaks_off_is_asked_for_again(
+    aws_environment: None, monkeypatch: pytest.MonkeyPatch, is_forked: bool
+) -> None:
+    """Where it broke, or all of it in a forked process."""
+    monkeypatch.setattr("layertap.store._forked", lambda: is_forked)
+    monkeypatch.setattr(_CutsTheFirstAnswer, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), _CutsTheFirstAnswer)
     Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -418,4 +424,5 @@ def test_an_answer_that_breaks_off_is_taken_up_where_it_broke(aws_environment: N
         server.shutdown()
         server.server_close()
     assert bytes(data) == _CutsTheFirstAnswer.body[100:20_100]
-    assert _CutsTheFirstAnswer.asked == ["bytes=100-20099", "bytes=3100-20099"]
+    again = "bytes=100-20099" if is_forked else "bytes=3100-20099"
+    assert _CutsTheFirstAnswer.asked == ["bytes=100-20099", again]

@@ -90,8 +90,12 @@ def test_deleting_what_is_missing_is_no_error(store: Store) -> None:
     assert not store.exists("x")
 
 
-def test_a_range_beyond_the_end_is_an_integrity_error(store: Store) -> None:
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_range_beyond_the_end_is_an_integrity_error(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_forked: bool
+) -> None:
     store.put("short", b"0123456789")
+    monkeypatch.setattr("layertap.store._forked", lambda: is_forked)
     with pytest.raises(IntegrityError, match=r"short is too short: bytes 8 to 12 asked, 2 of 4 there"):
         store.get_range("short", 8, 4)
     with pytest.raises(IntegrityError, match="0 of 4 there"):
