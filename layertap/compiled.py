@@ -38,8 +38,6 @@ def compile_layers(layers: nn.ModuleList) -> None:
     Forward hooks on the layers themselves stay as they are. All models of this process that share the layers'
     code get the opaque kernels; blocks of Qwen3.5 get those of `layertap.delta_net` and `layertap.attention`.
     """
-    torch._dynamo.config.recompile_limit = MAX_VARIANTS
-    torch._dynamo.config.accumulated_recompile_limit = MAX_VARIANTS
     _open_up(sys.modules[type(layers[0]).__module__], next(layers.parameters()).device)
     fuse_delta_nets(layers)
     fuse_attention(layers)
@@ -47,6 +45,13 @@ def compile_layers(layers: nn.ModuleList) -> None:
         for inner in list(layer.modules())[1:]:
             inner._forward_hooks.clear()  # left by transformers' capture of outputs; they break the graph
         layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def allow_variants() -> None:
+    """Let the calling thread compile as many variants as come: from torch 2.12 on each has its own limits."""
+    config = torch._dynamo.config
+    if config.recompile_limit != MAX_VARIANTS:
+        config.recompile_limit = config.accumulated_recompile_limit = MAX_VARIANTS
 
 
 def is_opened_up(modeling: Any) -> bool:

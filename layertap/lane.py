@@ -189,9 +189,11 @@ class Lane:
         with self.clock.spent("self-check"):
             self.target.self_check()
             mine = self.target.canary_states()
+        with self.clock.spent("waiting for the store"):
             with contextlib.suppress(AlreadyExistsError):
                 self.catalog.store.create(CANARY, save(mine))
-            compare_canary(mine, load(self.catalog.store.get(CANARY)))
+            first = self.catalog.store.get(CANARY)
+        compare_canary(mine, load(first))
 
     def wait_for_work(self) -> bool:
         """Whether there is a shard to claim, now or because the lane that held it has died.

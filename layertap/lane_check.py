@@ -51,6 +51,9 @@ class Needs:
     weights: int
     num_slots: int
     slots: int
+    pinned: int
+    """What the slots take of the host where there is a GPU: torch pins memory by powers of two."""
+
     activations: int
 
     @classmethod
@@ -69,6 +72,7 @@ class Needs:
             num_slots=num_slots,
             weights=0 if is_quantized else sum(p.numel() for p in model.parameters()) * spec.item_bytes,
             slots=num_slots * slot_bytes,
+            pinned=num_slots << (slot_bytes - 1).bit_length(),
             activations=num_tokens * spec.item_bytes * of_token,
         )
 
@@ -133,9 +137,9 @@ def _needs(plan: PlanRecord, root: Root, source: str, revision: str | None) -> N
 
 def _check_host(needs: Needs, device: torch.device | None) -> None:
     is_cpu = device is not None and device.type == "cpu"
-    needed = needs.total if is_cpu else needs.slots + PROCESS_BYTES
+    needed = needs.total if is_cpu else needs.pinned + PROCESS_BYTES
     told = (
-        needs if is_cpu else f"{needs.num_slots} slots {needs.slots / 1e9:.1f}, the process itself the rest"
+        needs if is_cpu else f"{needs.num_slots} slots {needs.pinned / 1e9:.1f}, the process itself the rest"
     )
     available = available_memory()
     if available < needed:

@@ -14,8 +14,8 @@ SpentOn = Literal[
     "forward",
     "loading",
     "waiting for data",
-    "waiting for the store",
     "copying to the host",
+    "waiting for the store",
     "other",
 ]
 """What a second of a lane can go to. Where several are true of it, it counts under the first of them."""

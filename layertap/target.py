@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from layertap.compiled import compile_layers
+from layertap.compiled import allow_variants, compile_layers
 from layertap.errors import SelfCheckError, TargetError
 from layertap.gpu_caches import use_caches
 from layertap.kernels import keep_gpu_kernels_out, kernels_in_use, refuse_gpu_kernels, refuse_slow_kernels
@@ -160,9 +160,10 @@ class Target:
         Raises:
             TargetError: a layer gives something else than [B, T, H] in the spec's dtype.
         """
-        num_tokens = ids_BT.shape[1]
-        if self._is_compiled and num_tokens == 1:  # one token would be compiled as a case of its own
-            return [state[:, :1] for state in self.tap(functional.pad(ids_BT, (0, 1)))]
+        if self._is_compiled:
+            allow_variants()
+            if ids_BT.shape[1] == 1:  # one token would be compiled as a case of its own
+                return [state[:, :1] for state in self.tap(functional.pad(ids_BT, (0, 1)))]
         try:
             self._backbone.module(input_ids=ids_BT.long(), use_cache=False)
             states = [self._taken[k] for k in self.spec.layer_ids]

@@ -1,5 +1,6 @@
 """Compiled layers compute what eager ones do, and say with which kernels."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from layertap.attention import fuse_attention
 from layertap.compiled import (
     CONVOLUTION,
     DELTA_RULE,
+    MAX_VARIANTS,
     compile_layers,
     opaque_delta_rule,
     shifted_convolution,
@@ -49,6 +51,10 @@ def test_compiled_layers_tap_the_same_states_for_any_shape(make: Any) -> None:
         for mine, theirs in zip(target.tap(ids_BT), expected, strict=True):
             assert float((mine - theirs).norm() / theirs.norm()) < NEAR
     target.self_check()
+    with ThreadPoolExecutor(1) as lane_s_thread:
+        lane_s_thread.submit(target.tap, batches[0]).result()
+        limit = lane_s_thread.submit(lambda: torch._dynamo.config.recompile_limit).result()
+    assert limit == MAX_VARIANTS
     after = target.environment()
     assert (before["compiled"], after["compiled"]) == (False, True)
     fused = {CONVOLUTION: "layertap.delta_net", ROTARY: "layertap.attention"}

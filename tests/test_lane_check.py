@@ -66,6 +66,8 @@ def test_what_a_lane_takes_grows_with_weights_slots_and_the_largest_batch(
     assert needs.weights == sum(p.numel() * p.element_size() for p in model.parameters())
     assert needs.num_slots == MAX_SLOTS  # so small a target fills them all in no time
     assert needs.slots == needs.num_slots * slot_nbytes(plan.max_batch_bytes, spec=root.spec, hidden_size=64)
+    each = needs.pinned // needs.num_slots
+    assert each.bit_count() == 1 and each // 2 < needs.slots // needs.num_slots <= each
     # 256 tokens in float32; four states twice and eight of 64, three times the widest matrix's 128
     assert needs.activations == 256 * 4 * ((2 * 4 + 8) * 64 + 3 * 128)
     assert needs.total == needs.weights + needs.slots + needs.activations

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 BATCHES = ((546, 15), (31, 264))
 """Rows and tokens a row of the batches: 503 MB each."""
 
+GOAL = 3.2
+"""Of the ratio on S3, for the batch of many short rows."""
+
 NUM_BATCHES = 2
 NUM_TRIALS = 3
 
@@ -55,7 +58,7 @@ class _Place:
     write: Write
     usual: str
     at_least: float | None = None
-    """The goal of the ratio, if it has one."""
+    """The goal of the ratio for the first of the batches, if it has one."""
 
 
 def measure(folder: Path) -> list[Measured]:
@@ -63,7 +66,7 @@ def measure(folder: Path) -> list[Measured]:
     target = NullTarget.made(max(rows * tokens for rows, tokens in BATCHES))
     with object_server(folder) as server, away(server.ports.s3, AWAY_S) as port:
         places = [_on_folder(folder), _on_s3("S3 on loopback", server, server.ports.s3)]
-        far = _on_s3(f"S3 {AWAY_S * 1e3:.0f} ms away", server, port, at_least=3.2)
+        far = _on_s3(f"S3 {AWAY_S * 1e3:.0f} ms away", server, port)
         races = [*((place, batch) for place in places for batch in BATCHES), (far, BATCHES[0])]
         return [_of_batch([tokens] * rows, target, place) for place, (rows, tokens) in races]
 
@@ -93,7 +96,7 @@ def object_server(folder: Path) -> Iterator[ObjectServer]:
         shutil.rmtree(state)
 
 
-def _on_s3(name: str, server: ObjectServer, port: int, at_least: float | None = None) -> _Place:
+def _on_s3(name: str, server: ObjectServer, port: int) -> _Place:
     settings = replace(server.settings(BUCKET), endpoint_url=f"http://127.0.0.1:{port}")
     client: Any = server.session().client("s3", endpoint_url=settings.endpoint_url)
 
@@ -102,7 +105,7 @@ def _on_s3(name: str, server: ObjectServer, port: int, at_least: float | None = 
 
     usual = "a safetensors file a sample, put by boto3 in line"
     store = Store.s3(settings, server.session())
-    return _Place(name=name, store=store, write=write, usual=usual, at_least=at_least)
+    return _Place(name=name, store=store, write=write, usual=usual, at_least=GOAL)
 
 
 def _of_batch(lengths: list[int], target: "Target", place: _Place) -> Measured:
@@ -124,7 +127,7 @@ def _of_batch(lengths: list[int], target: "Target", place: _Place) -> Measured:
         unit="samples/s",
         against_what=place.usual,
         ratio=median_ratio(usual_s, layertap_s),
-        at_least=place.at_least,
+        at_least=place.at_least if (len(lengths), lengths[0]) == BATCHES[0] else None,
         details={
             "layertap_s": layertap_s,
             "usual_s": usual_s,
