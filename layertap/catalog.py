@@ -21,7 +21,6 @@ from layertap.errors import (
     CatalogError,
     ClaimLostError,
     DatasetError,
-    IntegrityError,
     NotFoundError,
     SpecMismatchError,
 )
@@ -35,7 +34,6 @@ from layertap.records import (
     ShardRows,
     get_checked,
     keys_xor,
-    may_be_tried_again,
     read_record,
     require,
     to_json,
@@ -43,6 +41,7 @@ from layertap.records import (
 from layertap.settled import Settled, read_settled
 from layertap.shard_state import ShardState, shard_state, unended_claims
 from layertap.store import Store, checksum
+from layertap.told import read_told
 
 __all__ = [
     "Catalog",
@@ -256,13 +255,13 @@ class Catalog:
         self.store.put(_claim_path(claim), to_json(_claim_content(claim, progress)))
 
     def read_claim(self, plan_id: str, shard: int, number: int) -> dict[str, Any]:
-        """A claim as last beaten: lane, details, progress.
+        """A claim as last beaten: lane, details, progress; empty, with a warning, if it is damaged.
 
         Raises:
             NotFoundError: no such claim.
         """
         path = f"{_state(plan_id, shard)}.claim-{number}"
-        return read_record(path, self.store.get(path), lambda claim: require(claim, "lane", "token"))
+        return read_told(self.store, path, lambda claim: require(claim, "lane", "token")) or {}
 
     def fail(self, claim: Claim, failure: dict[str, Any]) -> None:
         """Record why the claim's lane gave the shard up; it may be claimed again."""
@@ -279,7 +278,7 @@ class Catalog:
         for shard, names in self.snapshot(plan_id).names.items():
             for number in unended_claims(names):
                 told = self.read_claim(plan_id, shard, number)
-                if (lane := told["lane"]) in lanes:
+                if (lane := told.get("lane", "")) in lanes:
                     claim = Claim(plan_id=plan_id, shard=shard, number=number, lane=lane, token=told["token"])
                     self.release(claim)
 
@@ -298,20 +297,6 @@ class Catalog:
         with suppress(AlreadyExistsError):
             self.store.create(f"{_state(plan_id, shard)}.void-{number}", to_json({"reason": reason}))
 
-    def is_spent(self, plan_id: str) -> bool:
-        """Whether a plan can't serve again: its record is damaged, or rows of it count as not computed."""
-        try:
-            self.plan(plan_id)
-        except NotFoundError:
-            return False
-        except IntegrityError:
-            return True
-        states = self.states(plan_id)
-        committed = [k for k, state in states.items() if state == ShardState.COMMITTED]
-        return ShardState.VOID in states.values() or any(
-            may_be_tried_again(row) for k in committed for row in self.outcome(plan_id, k).refused
-        )
-
     def last_failure(self, plan_id: str, shard: int, names: Collection[str] | None = None) -> dict[str, Any]:
         """The latest recorded failure of a shard; its `error` also tells of lanes that died in silence.
 
@@ -327,7 +312,8 @@ class Catalog:
             claims = sum(name.startswith("claim-") for name in names)
             return {"error": f"{claims} lanes died while they held shard {shard}, none left an error"}
         path = f"{_state(plan_id, shard)}.{max(failures, key=_number)}"
-        return read_record(path, self.store.get(path), lambda failure: require(failure, "error"))
+        told = read_told(self.store, path, lambda failure: require(failure, "error"))
+        return told or {"error": f"its record is damaged: {path}"}
 
     def commit(self, claim: Claim, outcome: Outcome) -> Outcome:
         """Make the files of the outcome's attempt count: the first who does it for a shard wins.

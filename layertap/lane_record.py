@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from layertap.progress import bottleneck, format_bytes
-from layertap.records import known_fields, read_record
+from layertap.records import known_fields
 from layertap.store import Store
+from layertap.told import read_told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +87,13 @@ class LaneRecord:
 
 
 def lane_records(store: Store, plan_id: str) -> list[LaneRecord]:
-    """The records of all lanes that worked on a plan, in the order in which they opened."""
-    found = []
-    for info in store.list(f"plans/{plan_id}/lanes"):
-        if info.path.endswith(".json"):
-            found.append(read_record(info.path, store.get(info.path), LaneRecord.from_dict))
-    return sorted(found, key=lambda record: (record.opened_at, record.lane))
+    """The records of all lanes that worked on a plan, in the order in which they opened.
+
+    A damaged one is left out with a warning.
+    """
+    paths = [info.path for info in store.list(f"plans/{plan_id}/lanes") if info.path.endswith(".json")]
+    records = filter(None, (read_told(store, path, LaneRecord.from_dict) for path in paths))
+    return sorted(records, key=lambda record: (record.opened_at, record.lane))
 
 
 def lane_path(plan_id: str, lane: str) -> str:

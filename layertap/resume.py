@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.catalog import HAS_ENDED, Catalog, PlanRecord
-from layertap.errors import FormatError, InputError, IntegrityError
+from layertap.errors import FormatError, InputError, IntegrityError, NotFoundError
 from layertap.plan import Plan
-from layertap.records import keys_xor
+from layertap.records import keys_xor, may_be_tried_again
+from layertap.shard_state import ShardState
 from layertap.watcher import Watcher
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def take_up(
     """
     record = _unfinished(catalog, plan)
     if record is None:
-        fresh = next(p for p in map(plan.again, count()) if not catalog.is_spent(p.plan_id))
+        fresh = next(p for p in map(plan.again, count()) if not _is_spent(catalog, p.plan_id))
         record = catalog.put_plan(fresh, tokens, max_batch_bytes=max_batch_bytes)
     if strangers := sorted(set(shards) - set(catalog.without_outcome(record.plan_id))):
         raise InputError(
@@ -55,6 +56,21 @@ def take_up(
         if status.claim and status.state not in HAS_ENDED and (not shards or shard in shards):
             catalog.retry(record.plan_id, shard, status.claim)
     return record
+
+
+def _is_spent(catalog: Catalog, plan_id: str) -> bool:
+    """Whether a plan can't serve again: its record is damaged, or rows of it count as not computed."""
+    try:
+        catalog.plan(plan_id)
+    except NotFoundError:
+        return False
+    except IntegrityError:
+        return True
+    states = catalog.states(plan_id)
+    committed = [k for k, state in states.items() if state == ShardState.COMMITTED]
+    return ShardState.VOID in states.values() or any(
+        may_be_tried_again(row) for k in committed for row in catalog.outcome(plan_id, k).refused
+    )
 
 
 def _unfinished(catalog: Catalog, plan: Plan) -> PlanRecord | None:

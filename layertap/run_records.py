@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from layertap.errors import CatalogError
-from layertap.records import known_fields, read_record, to_json
+from layertap.records import known_fields, to_json
 from layertap.store import Store
+from layertap.told import read_told
 
 FOLDER = "runs"
 
@@ -47,9 +48,9 @@ class RunRecords:
         self.store.put(f"{FOLDER}/{record.run_id}.json", to_json(asdict(record)), durable=True)
 
     def all(self) -> list[RunRecord]:
-        """Every run, oldest first."""
+        """Every run, oldest first; a damaged record is left out with a warning."""
         paths = [info.path for info in self.store.list(FOLDER) if info.path.endswith(".json")]
-        records = [read_record(path, self.store.get(path), RunRecord.from_dict) for path in paths]
+        records = filter(None, (read_told(self.store, path, RunRecord.from_dict) for path in paths))
         return sorted(records, key=lambda record: (record.started_at, record.run_id))
 
     def latest(self) -> RunRecord:

@@ -93,7 +93,8 @@ class Watch:
         """Look once."""
         plan_id, statuses = self.plan.plan_id, self._watcher.poll()
         at_work = [k for k, s in statuses.items() if s.state in (ShardState.CLAIMED, ShardState.STALE)]
-        held = at_once(lambda k: self.catalog.read_claim(plan_id, k, statuses[k].claim), at_work)
+        claims = at_once(lambda k: self.catalog.read_claim(plan_id, k, statuses[k].claim), at_work)
+        held = {k: claim for k, claim in claims.items() if claim}  # whose can't be told of a damaged one
         lanes = Counter(c["lane"] for k, c in held.items() if statuses[k].state == ShardState.CLAIMED)
         rows = [self._row(k, statuses[k], held.get(k, {})) for k in range(len(self.plan.shards))]
         self._statuses = statuses

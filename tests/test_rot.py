@@ -1,0 +1,74 @@
+"""Records that lost their content, as by a loss of power, cost what they said and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from layertap.catalog import Catalog, PlanRecord
+from layertap.failures import read_failures
+from layertap.lane_record import lane_path, lane_records
+from layertap.run_records import RunRecord, RunRecords
+from layertap.shard_state import ShardState
+from layertap.store import Store
+from layertap.watch import Watch
+from tests.stored import claimed, dataset_of, new_catalog, plan_for, some_rows
+
+pytestmark = pytest.mark.parametrize("rotten", [b"", b'{"lane":', b"\xff\xfe", b"{}"])
+
+
+@pytest.fixture
+def catalog(folder_store: Store) -> Catalog:
+    return new_catalog(folder_store)
+
+
+@pytest.fixture
+def plan(catalog: Catalog, tmp_path: Path) -> PlanRecord:
+    return plan_for(*dataset_of(some_rows(20), tmp_path / "rows.parquet"), catalog)
+
+
+def test_of_a_lane_whose_claim_is_damaged_nothing_is_told_and_the_others_are_seen(
+    catalog: Catalog, plan: PlanRecord, rotten: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    claimed(catalog, plan, 0, lane="rotten")
+    claimed(catalog, plan, 1, lane="sound")
+    path = f"plans/{plan.plan_id}/state/00000.claim-1"
+    catalog.store.put(path, rotten)
+    watch = Watch(catalog, plan)
+    for _ in range(2):
+        progress = watch.poll()
+    assert progress.shards_by_state[ShardState.CLAIMED] == 2
+    assert (progress.lanes, progress.silent_lanes) == ({"sound": 1}, frozenset())
+    assert caplog.text.count(f"{path} is damaged") == 1, "named, and not at every look"
+
+    catalog.release_lanes(plan.plan_id, ["rotten", "sound"])
+    states = catalog.states(plan.plan_id)
+    assert (states[0], states[1]) == (ShardState.CLAIMED, ShardState.WAITING)
+    assert catalog.claim(plan.plan_id, 0, 2, lane="next", details={}), "it may be taken over"
+    assert [failure.shard for failure in read_failures(catalog)] == [0]
+
+
+def test_a_failure_whose_record_is_damaged_is_a_failure_still(
+    catalog: Catalog, plan: PlanRecord, rotten: bytes
+) -> None:
+    for number, lane in enumerate(("a", "b"), start=1):
+        catalog.fail(claimed(catalog, plan, 0, number, lane=lane), {"error": "ValueError: x", "lane": lane})
+        catalog.store.put(f"plans/{plan.plan_id}/state/00000.fail-{number}.{lane}", rotten)
+    watch = Watch(catalog, plan)
+    watch.poll()
+    says = f"its record is damaged: plans/{plan.plan_id}/state/00000.fail-2.b"
+    assert watch.failures() == {0: says}
+    assert [failure.error for failure in read_failures(catalog)] == [says]
+
+
+def test_what_a_lane_told_may_be_lost(catalog: Catalog, plan: PlanRecord, rotten: bytes) -> None:
+    catalog.store.put(lane_path(plan.plan_id, "lane-0"), rotten)
+    assert lane_records(catalog.store, plan.plan_id) == []
+
+
+def test_the_other_runs_of_a_root_are_remembered(catalog: Catalog, rotten: bytes) -> None:
+    records = RunRecords(catalog.store)
+    for run_id in ("a", "b"):
+        told = {"plan_id": None, "started_at": f"2026-{run_id}", "started_by": "", "request": {"of": run_id}}
+        records.put(RunRecord(run_id=run_id, **told))  # type: ignore[arg-type]
+    catalog.store.put("runs/b.json", rotten)
+    assert records.latest().request == {"of": "a"}
