@@ -4,6 +4,8 @@ A file goes only if its shard is settled, so that no lane that wakes up can comm
 no table of one that is being published, names it.
 """
 
+import re
+import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -21,6 +23,14 @@ from layertap.versions import RECORD, Versions, files_of
 
 BEING_PUBLISHED = timedelta(hours=1)
 """A table younger than this may be one whose record is about to be written."""
+
+OWN = re.compile(r"(plans|versions|target|reports|runs|results|check)/|layertap\.json#")
+"""What lies in a root by layertap's hand; users may have files of their own beside it."""
+
+UNREADABLE = (
+    "So it can't be told what may go: restore it from a copy, or start the run again, which publishes a new "
+    "version, and then remove this one with `layertap prune`"
+)
 
 LIFECYCLE_RULE = "let a lifecycle rule abort incomplete ones"
 
@@ -68,13 +78,24 @@ def find_garbage(store: Store, *, older_than: timedelta = timedelta(hours=24)) -
     """
     catalog, garbage = Catalog(store), Garbage(store=store)
     catalog.root()
-    before = datetime.now(UTC) - older_than
+    before = store_time(store) - older_than
     _add_tries(garbage, catalog, before)
     for found in store.temporary_files():
-        if found.modified_at < before:
+        if found.modified_at < before and OWN.match(found.path):
             garbage.add(found, "left by a writer that died")
     _add_uploads(garbage, before)
     return garbage
+
+
+def store_time(store: Store) -> datetime:
+    """The time of day by the store's clock, by which its objects have their ages; at most this host's."""
+    path = f"check/{secrets.token_hex(8)}"
+    store.put(path, b"")
+    try:
+        written_at = store.head(path).modified_at
+    finally:
+        store.delete([path])
+    return min(datetime.now(UTC), written_at + timedelta(seconds=1))  # some stores tell whole seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +152,17 @@ def _uncommitted(catalog: Catalog, plan_id: str) -> list[_Try]:
 
 def _named(store: Store) -> set[str]:
     """Files that versions name, and tables that are about to become those of versions."""
-    versions, young = Versions(store), datetime.now(UTC) - BEING_PUBLISHED
+    versions, young = Versions(store), store_time(store) - BEING_PUBLISHED
     named = set[str]()
     for found in store.list("versions"):  # before the records, or one that gets its record now is missed
         if found.path.endswith(".parquet") and found.modified_at >= young:
             named |= _files_of(store, found.path)
-    return named.union(*(versions.files(number) or () for number in versions.numbers()))
+    for number in versions.numbers():
+        try:
+            named |= versions.files(number) or set()
+        except (IntegrityError, NotFoundError) as error:
+            raise IntegrityError(f"{error}. {UNREADABLE}") from error
+    return named
 
 
 def _files_of(store: Store, path: str) -> set[str]:
@@ -167,7 +193,7 @@ def old_versions(store: Store, *, num_kept: int) -> Garbage:
 
     Raises:
         CatalogError: there is no root.
-        IntegrityError: the record of a version that stays is damaged.
+        FormatError: a version that stays was written by a newer major format.
     """
     Catalog(store).root()
     versions, garbage = Versions(store), Garbage(store=store)
@@ -177,8 +203,10 @@ def old_versions(store: Store, *, num_kept: int) -> Garbage:
     objects = store.list("versions")
     # records after the objects: what was published meanwhile stays, and so does its table
     there = versions.numbers()
-    stays = {version.rows["path"] for n in there if n not in old and (version := versions.find(n))}
-    begun = datetime.now(UTC) - BEING_PUBLISHED
+    kept = [versions.find_whole(number) for number in there if number not in old]
+    stays = {version.rows["path"] for version in kept if version}
+    # of a damaged record it can't be told which table is its own, and a copy may restore it
+    begun = datetime.min.replace(tzinfo=UTC) if None in kept else store_time(store) - BEING_PUBLISHED
     stays |= {found.path for found in objects if found.modified_at >= begun} - of_old
     for found in objects:
         if match := RECORD.fullmatch(found.path):

@@ -230,14 +230,18 @@ class _Verifier:
             for file in outcome.files
         ]
 
-    def check_versions(self) -> set[str]:
-        """Check each version's record and table; returns the files that the newest one names."""
-        versions, named = Versions(self.store), set[str]()
-        numbers = versions.numbers()
+    def check_versions(self) -> dict[int, set[str]]:
+        """Check each version's record and table.
+
+        Returns:
+            Number -> files it names, of the newest version and of the newest complete one, which readers get.
+        """
+        versions, named = Versions(self.store), dict[int, set[str]]()
+        numbers, complete = versions.numbers(), versions.latest()
+        in_use = {*numbers[-1:], *([complete.number] if complete else [])}
         for number in numbers:
             self.report.num_records += 2
-            is_newest = number == numbers[-1]
-            way = RUN_AGAIN if is_newest else f"{RESTORE}, or remove it with `layertap prune`"
+            way = RUN_AGAIN if number in in_use else f"{RESTORE}, or remove it with `layertap prune`"
             try:
                 names = versions.files(number)
             except (IntegrityError, NotFoundError) as error:
@@ -245,15 +249,17 @@ class _Verifier:
                 continue
             if names is None:
                 self.report.pruned.append(number)
-            elif is_newest:
-                self._newest, named = number, names
+            elif number in in_use:
+                named[number] = names
         return named
 
-    def check_named(self, named: set[str], files: list[StoredFile]) -> None:
-        """Check that the newest version names only files that count."""
-        if gone := named - {file.path for file in files}:
-            what = f"it names {len(gone):,} files that no outcome names, such as {min(gone)}"
-            self._find(_version(self._newest), what, RUN_AGAIN)
+    def check_named(self, named: dict[int, set[str]], files: list[StoredFile]) -> None:
+        """Check that versions in use name only files that count."""
+        there = {file.path for file in files}
+        for number, names in named.items():
+            if gone := names - there:
+                what = f"it names {len(gone):,} files that no outcome names, such as {min(gone)}"
+                self._find(_version(number), what, RUN_AGAIN)
 
     def check_target(self) -> None:
         """Read what lies of the target beside the states, whole."""

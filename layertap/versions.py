@@ -4,13 +4,11 @@ A version is `versions/<number>.json`, created once, and the table of rows that 
 live in the table, so a dataset with other masks is a new version of the same hidden states.
 """
 
-import hashlib
-import json
 import logging
 import operator
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BytesIO
@@ -19,14 +17,12 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from layertap.catalog import Catalog, shard_of
 from layertap.errors import AlreadyExistsError, CatalogError, IntegrityError, NotFoundError
 from layertap.records import (
     check_format,
     get_checked,
-    key_array,
     known_fields,
     now,
     read_record,
@@ -36,37 +32,18 @@ from layertap.records import (
 from layertap.settled import Settled
 from layertap.spec import FORMAT_VERSION
 from layertap.store import Store, checksum
+from layertap.told import read_told
+from layertap.version_table import NOT_EXTRACTED, Places
 
 if TYPE_CHECKING:
     from layertap.dataset import Scan, TokenDataset
 
 log = logging.getLogger(__name__)
 
-ROW_GROUP = 65_536
-
-ROW_GROUP_TOKENS = 1 << 28
-"""Tokens of the rows of one group: Arrow counts the values of an array's masks in 31 bits."""
-
 RECORD = re.compile(r"versions/([1-9][0-9]*)\.json")
 
 ADDED_FIELDS = ("num_supervised", "num_rows_below_block", "block_tokens")
 """Fields of a version that an older layertap didn't write."""
-
-NOT_EXTRACTED = "not extracted: no committed shard holds it"
-
-FIELDS: list[Any] = [
-    pa.field("index", pa.int64()),
-    pa.field("id", pa.string()),
-    pa.field("extraction_key", pa.binary(16)),
-    pa.field("loss_mask", pa.list_(pa.uint8())),
-    pa.field("num_tokens", pa.int32()),
-    pa.field("file", pa.string()),
-    pa.field("offset", pa.int64()),
-    pa.field("nbytes", pa.int64()),
-    pa.field("crc64nvme", pa.uint64()),
-    pa.field("reason", pa.string()),
-]
-SCHEMA = pa.schema(FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,21 +143,27 @@ class Versions:
 
     def find(self, number: int) -> Version | None:
         """A version, as `get`; None if there is none of that number, perhaps because it was just pruned."""
-        path = f"versions/{number}.json"
-        try:
-            data = self.store.get(path)
-        except NotFoundError:
-            return None
-        return read_record(path, data, Version.from_dict)
+        with suppress(NotFoundError):
+            path = f"versions/{number}.json"
+            return read_record(path, self.store.get(path), Version.from_dict)
+        return None
+
+    def find_whole(self, number: int) -> Version | None:
+        """A version, as `find`; None with a warning if its record was damaged."""
+        with suppress(NotFoundError):
+            return read_told(self.store, f"versions/{number}.json", Version.from_dict)
+        return None
 
     def latest(self, *, complete: bool = True) -> Version | None:
-        """The newest version, of the complete ones unless told otherwise; None if there is none."""
-        numbers = self.numbers()
-        for number in reversed(numbers):
-            version = self.find(number)
-            if version is None:  # pruned meanwhile, so a newer one was published
+        """The newest version, of the complete ones unless told otherwise; None if there is none.
+
+        One whose record was damaged is passed over with a warning.
+        """
+        for number in reversed(self.numbers()):
+            version = self.find_whole(number)
+            if version is None and number not in self.numbers():  # pruned, so a newer one was published
                 return self.latest(complete=complete)
-            if version.complete or not complete:
+            if version is not None and (version.complete or not complete):
                 return version
         return None
 
@@ -230,16 +213,18 @@ class Versions:
             CatalogError: another dataset has been published since, and this one may be older; or some of the
                 rows were withdrawn meanwhile.
         """
-        places = _Places.of(scan, settled)
+        places = Places.of(scan, settled)
         while True:
-            newest = self.latest(complete=False)
+            number = self.newest_number()
+            newest = None if number is None else self.find_whole(number)
             if newest is not None and newest.content == places.content and self._is_readable(newest):
                 return newest
             self._refuse_older(scan.fingerprint, parent)
-            version = self._version(places, dataset, scan, newest)
+            version = self._version(places, dataset, scan, number)
             self._refuse_withdrawn(places)
             with suppress(AlreadyExistsError):
                 self.store.create(f"versions/{version.number}.json", to_json(asdict(version)))
+                self._refuse_withdrawn(places)  # should this process have slept for long before it
                 return version
 
     def _is_readable(self, version: Version) -> bool:
@@ -260,7 +245,7 @@ class Versions:
                     "run had read its own. What it extracted is stored; to publish it, start the run again"
                 )
 
-    def _refuse_withdrawn(self, places: "_Places") -> None:
+    def _refuse_withdrawn(self, places: Places) -> None:
         """Look once more when the table stands: gc spares its files from now on, and may have taken some."""
         catalog = Catalog(self.store)
         shards = {shard_of(places.files[i]) for i in np.unique(places.file[places.file >= 0])}
@@ -272,17 +257,15 @@ class Versions:
                     "start the run again, which computes its rows anew"
                 )
 
-    def _version(
-        self, places: "_Places", dataset: "TokenDataset", scan: "Scan", newest: Version | None
-    ) -> Version:
+    def _version(self, places: Places, dataset: "TokenDataset", scan: "Scan", parent: int | None) -> Version:
         from layertap.dataset import BLOCK_TOKENS
 
         data = places.to_parquet(dataset)
         path = self._put_table(places.content, data)
         is_stored = places.file >= 0
         return Version(
-            number=newest.number + 1 if newest else 1,
-            parent=newest.number if newest else None,
+            number=(parent or 0) + 1,
+            parent=parent,
             complete=NOT_EXTRACTED not in places.reasons.values(),
             dataset_fingerprint=scan.fingerprint,
             spec_fingerprint=Catalog(self.store).root().spec.fingerprint,
@@ -303,96 +286,3 @@ class Versions:
         path = f"versions/{content}-{secrets.token_hex(4)}.parquet"
         self.store.put(path, data, durable=True)
         return path
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Places:
-    """Where each row of a dataset lies, or why it doesn't."""
-
-    keys: NDArray[np.uint8]
-    num_tokens: NDArray[np.int32]
-    file: NDArray[np.int32]
-    """Index into `files`, -1 where missing."""
-
-    offset: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    crc64nvme: NDArray[np.uint64]
-    files: tuple[str, ...]
-    reasons: dict[int, str]
-    content: str
-
-    @classmethod
-    def of(cls, scan: "Scan", settled: Settled) -> Self:
-        at = settled.find(scan.keys)
-        arrays: dict[str, NDArray[Any]] = {}
-        for name in ("file", "offset", "nbytes", "crc64nvme"):
-            values = getattr(settled, name)
-            arrays[name] = np.append(values, np.array(-1).astype(values.dtype))[at]
-        reasons = {
-            row: scan.refused.get(row) or settled.reasons.get(int(at[row]), NOT_EXTRACTED)
-            for row in np.flatnonzero(arrays["file"] < 0).tolist()
-        }
-        names = [hashlib.blake2b(name.encode(), digest_size=16).digest() for name in settled.files]
-        name_hashes = np.frombuffer(b"".join([*names, bytes(16)]), np.uint8).reshape(-1, 16)
-        digest = hashlib.blake2b(scan.fingerprint.encode(), digest_size=16)
-        for part in (
-            scan.keys,
-            scan.num_tokens,
-            arrays["offset"],
-            arrays["nbytes"],
-            name_hashes[arrays["file"]],
-        ):
-            digest.update(np.ascontiguousarray(part).data)
-        digest.update(json.dumps(reasons, sort_keys=True).encode())
-        return cls(
-            keys=scan.keys,
-            num_tokens=scan.num_tokens,
-            files=settled.files,
-            reasons=reasons,
-            content=digest.hexdigest(),
-            **arrays,
-        )
-
-    def to_parquet(self, dataset: "TokenDataset") -> bytes:
-        sink = BytesIO()
-        with pq.ParquetWriter(sink, SCHEMA, compression="zstd") as writer:
-            for start, end in self._groups():
-                writer.write_table(self._table(dataset, start, end))
-        return sink.getvalue()
-
-    def _groups(self) -> Iterator[tuple[int, int]]:
-        ends = np.cumsum(self.num_tokens, dtype=np.int64)
-        start = 0
-        while start < len(ends):
-            before = ends[start] - self.num_tokens[start]
-            by_tokens = int(np.searchsorted(ends, before + ROW_GROUP_TOKENS, side="right"))
-            end = min(start + ROW_GROUP, max(by_tokens, start + 1), len(ends))
-            yield start, end
-            start = end
-
-    def _table(self, dataset: "TokenDataset", start: int, end: int) -> pa.Table:
-        part = slice(start, end)
-        is_valid, is_missing = self.num_tokens[part] > 0, self.file[part] < 0
-        columns: list[Any] = [
-            pa.array(np.arange(start, end)),
-            pa.array([dataset.user_id(row) for row in range(start, end)], pa.string()),
-            key_array(self.keys[part], is_valid),
-            self._masks(dataset, start, end),
-            pa.array(self.num_tokens[part]),
-            pa.array(self.files, pa.string()).take(pa.array(self.file[part], pa.int32(), mask=is_missing)),
-            pa.array(self.offset[part], mask=is_missing),
-            pa.array(self.nbytes[part], mask=is_missing),
-            pa.array(self.crc64nvme[part], mask=is_missing),
-            pa.array([self.reasons.get(row) for row in range(start, end)], pa.string()),
-        ]
-        return pa.Table.from_arrays(columns, schema=SCHEMA)
-
-    def _masks(self, dataset: "TokenDataset", start: int, end: int) -> Any:
-        """[rows] loss masks as long as the rows; null where refused, and in a dataset without masks."""
-        lengths = self.num_tokens[start:end]
-        if not dataset.has_loss_mask:
-            return pa.nulls(end - start, pa.list_(pa.uint8()))
-        masks = [np.asarray(dataset.loss_mask(start + int(i)))[: lengths[i]] for i in np.flatnonzero(lengths)]
-        offsets = pa.array(np.cumsum([0, *lengths], dtype=np.int64).astype(np.int32), pa.int32())
-        values = pa.array(np.concatenate([np.empty(0, np.uint8), *masks]), pa.uint8())
-        return pa.ListArray.from_arrays(offsets, values, mask=pa.array(lengths == 0))

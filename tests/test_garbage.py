@@ -4,7 +4,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta, tzinfo
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -163,6 +163,68 @@ def test_temporary_files_of_killed_writers_are_found(folder_store: Store) -> Non
     assert list(garbage.reasons) == ["plans/p/data/00000/a/batch-00000.safetensors#17"]
     garbage.delete()
     assert not find_garbage(folder_store, older_than=NOW).reasons
+
+
+def test_files_of_the_user_s_own_are_never_garbage(folder_store: Store) -> None:
+    """Whatever they are called."""
+    new_catalog(folder_store)
+    for name in ("notes#3", "sub/draft#1", "plans#2", "layertap.json.bak#1"):
+        path = folder_store.local_path(name)
+        assert path is not None
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+    assert not find_garbage(folder_store, older_than=NOW).reasons
+
+
+class Ahead(datetime):
+    """The clock of a host that is wrong by two hours."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return datetime.now(tz) + timedelta(hours=2)
+
+
+def test_ages_are_told_by_the_store_s_clock(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table stays whose record is about to be written, by whatever clock of the host that prunes."""
+    catalog, _, second = one_of_two_published(store, tmp_path)
+    create = Store.create
+
+    def prunes(self: Store, path: str, data: Buffer) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("layertap.garbage.datetime", Ahead)
+            patch.setattr(Store, "create", create)
+            old_versions(store, num_kept=1).delete()
+            assert not find_garbage(store, older_than=timedelta(hours=1)).reasons
+        create(self, path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create", prunes)
+        publish(catalog, *second, parent=1)
+    verify_root(store, num_rows=None).check()
+
+
+def test_who_slept_while_rows_of_a_version_were_withdrawn_hears_of_it(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than the table of a version that is being published is spared."""
+    catalog, _, second = one_of_two_published(folder_store, tmp_path)
+    create = Store.create
+
+    def sleeps(self: Store, path: str, data: Buffer) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "create", create)
+            patch.setattr("layertap.garbage.BEING_PUBLISHED", NOW)
+            for plan_id in catalog.plans():
+                catalog.void(plan_id, 0, reason="a test")
+            find_garbage(folder_store, older_than=NOW).delete()
+        create(self, path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create", sleeps)
+        with pytest.raises(CatalogError, match="was withdrawn while a version was made of it: start the run"):
+            publish(catalog, *second, parent=1)
 
 
 def test_uploads_that_nobody_ended_are_aborted_under_this_root_alone(s3_store: Store) -> None:

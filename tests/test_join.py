@@ -11,7 +11,7 @@ from layertap import HiddenStates
 from layertap.errors import InputError, MissingRowError, SpecMismatchError
 from layertap.spec import ExtractionSpec
 from layertap.store import Store
-from layertap.versions import NOT_EXTRACTED
+from layertap.version_table import NOT_EXTRACTED
 from tests.stored import (
     SPEC,
     claimed,

@@ -20,7 +20,8 @@ from layertap.errors import CatalogError, FormatError, IntegrityError, NotFoundE
 from layertap.records import Root, to_json
 from layertap.spec import ExtractionSpec
 from layertap.store import S3Settings, Store
-from layertap.versions import NOT_EXTRACTED, Versions
+from layertap.version_table import NOT_EXTRACTED
+from layertap.versions import Versions
 from tests.processes import in_fresh_process
 from tests.stored import (
     HIDDEN_SIZE,

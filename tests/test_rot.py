@@ -1,17 +1,23 @@
 """Records that lost their content, as by a loss of power, cost what they said and nothing else."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from layertap import HiddenStates
 from layertap.catalog import Catalog, PlanRecord
+from layertap.errors import IntegrityError
 from layertap.failures import read_failures
+from layertap.garbage import find_garbage, old_versions
 from layertap.lane_record import lane_path, lane_records
 from layertap.run_records import RunRecord, RunRecords
 from layertap.shard_state import ShardState
 from layertap.store import Store
+from layertap.verify import verify_root
+from layertap.versions import Versions
 from layertap.watch import Watch
-from tests.stored import claimed, dataset_of, new_catalog, plan_for, some_rows
+from tests.stored import claimed, dataset_of, extract, new_catalog, plan_for, publish, some_rows
 
 pytestmark = pytest.mark.parametrize("rotten", [b"", b'{"lane":', b"\xff\xfe", b"{}"])
 
@@ -72,3 +78,29 @@ def test_the_other_runs_of_a_root_are_remembered(catalog: Catalog, rotten: bytes
         records.put(RunRecord(run_id=run_id, **told))  # type: ignore[arg-type]
     catalog.store.put("runs/b.json", rotten)
     assert records.latest().request == {"of": "a"}
+
+
+def test_a_version_whose_record_is_damaged_is_published_anew_as_verify_says(
+    catalog: Catalog, tmp_path: Path, rotten: bytes
+) -> None:
+    store, versions = catalog.store, Versions(catalog.store)
+    few, all_rows = (dataset_of(some_rows(n), tmp_path / f"{n}.parquet") for n in (10, 20))
+    for number, (dataset, scan) in enumerate((few, all_rows)):
+        extract(catalog, plan_for(dataset, scan, catalog))
+        publish(catalog, dataset, scan, parent=number or None)
+    table = versions.get(2).rows["path"]
+    store.put("versions/2.json", rotten)
+    assert len(HiddenStates(store)) == 10, "readers get the newest that can be read"
+    (finding,) = verify_root(store).findings
+    assert (finding.where, finding.way_out.partition(":")[0]) == ("versions/2.json", "start the run again")
+    with pytest.raises(IntegrityError, match=r"versions/2\.json is damaged.*start the run again"):
+        find_garbage(store, older_than=timedelta(0))
+    assert table not in old_versions(store, num_kept=1).reasons, "a copy of the record may be put back"
+
+    assert publish(catalog, *all_rows, parent=versions.newest_number()).number == 3
+    assert len(HiddenStates(store)) == 20
+    old = old_versions(store, num_kept=1)
+    assert {"versions/2.json", "versions/1.json"} <= old.reasons.keys()
+    old.delete()
+    assert not find_garbage(store, older_than=timedelta(0)).reasons
+    verify_root(store).check()

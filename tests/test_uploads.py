@@ -19,7 +19,7 @@ from layertap.object_server import ObjectServer
 from layertap.plan import PlanSettings
 from layertap.store import Store
 from layertap.verify import verify_root
-from layertap.versions import NOT_EXTRACTED
+from layertap.version_table import NOT_EXTRACTED
 from tests.models import saved, tiny_llama
 from tests.proxy import Proxy
 from tests.runs import assert_read_back, run_lane, save_rows, settings_for, some_rows

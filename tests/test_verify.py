@@ -192,6 +192,18 @@ def test_a_damaged_version_is_named_and_published_anew(catalog: Catalog, tmp_pat
     assert versions.rows(versions.get(2)).num_rows == 20
 
 
+def test_a_complete_version_that_lost_files_is_named_though_a_newer_one_is_there(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    """Readers get the complete one."""
+    (plan_id,) = catalog.plans()
+    catalog.void(plan_id, 0, reason="a test")
+    assert not publish(catalog, *dataset_of(some_rows(22), tmp_path / "grown.parquet"), parent=1).complete
+    (finding,) = verify_root(catalog.store).findings
+    assert finding.where == "versions/1.json"
+    assert "files that no outcome names" in finding.problem
+
+
 def test_a_version_published_while_it_is_read_is_no_finding(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

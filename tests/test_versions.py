@@ -16,7 +16,8 @@ from layertap.catalog import Catalog
 from layertap.errors import AlreadyExistsError, CatalogError, FormatError, IntegrityError
 from layertap.records import to_json
 from layertap.store import Store
-from layertap.versions import NOT_EXTRACTED, Versions
+from layertap.version_table import NOT_EXTRACTED
+from layertap.versions import Versions
 from tests.stored import (
     SPEC,
     claimed,
@@ -159,8 +160,8 @@ def test_row_groups_are_cut_by_tokens_too(
     rows = some_rows(40)
     rows[9]["input_ids"] = rows[9]["loss_mask"] = []
     dataset, scan = dataset_of(rows, tmp_path / "rows.parquet")
-    monkeypatch.setattr("layertap.versions.ROW_GROUP", 3)
-    monkeypatch.setattr("layertap.versions.ROW_GROUP_TOKENS", 45)
+    monkeypatch.setattr("layertap.version_table.ROW_GROUP", 3)
+    monkeypatch.setattr("layertap.version_table.ROW_GROUP_TOKENS", 45)
     version = publish(catalog, dataset, scan)
     file = pq.ParquetFile(BytesIO(catalog.store.get(version.rows["path"])))
     groups = [file.read_row_group(k)["num_tokens"].to_pylist() for k in range(file.num_row_groups)]

@@ -111,7 +111,7 @@ def _show_versions(catalog: "Catalog") -> None:
 
     versions = Versions(catalog.store)
     table = empty_table("version", "rows", "stored", "tokens", "complete", "published")
-    for version in filter(None, map(versions.find, versions.numbers())):
+    for version in filter(None, map(versions.find_whole, versions.numbers())):
         counts = [f"{n:,}" for n in (version.num_rows, version.num_stored, version.num_tokens)]
         is_complete = "yes" if version.complete else "no"
         table.add_row(str(version.number), *counts, is_complete, version.created_at)
