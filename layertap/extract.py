@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from layertap.background import in_background
 from layertap.errors import DeviceError
 from layertap.progress import Clock, SpentOn
 from layertap.records import DATA, KEY_BYTES, MEMORY, ShardRows
@@ -34,6 +35,9 @@ UNFINITE = "hidden states aren't finite (NaN or infinity)"
 
 BATCHES_AHEAD = 2
 """Batches read before they are needed."""
+
+LAST_PUTS_S = 10.0
+"""Seconds that the puts of a shard have to end when it does; one that nobody answers may take minutes."""
 
 BATCHES_ISSUED = 2
 """Batches whose work may be queued on the device: enough to keep it busy, too few to hide a slow store."""
@@ -123,7 +127,6 @@ class Extractor:
         nbytes = slot_nbytes(max_batch_bytes, spec=target.spec, hidden_size=target.info.hidden_size)
         self._slots = SlotPool(num_slots, nbytes, target.device)
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="read-ahead")
-        self._writers = ThreadPoolExecutor(num_slots, thread_name_prefix="store")
         self._is_cuda = target.device.type == "cuda"
         self._copies = torch.cuda.Stream(target.device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._issued: deque[torch.cuda.Event] = deque()
@@ -161,9 +164,8 @@ class Extractor:
             return shard.drain()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads that read; one whose put still hangs ends with it, or with the process."""
         self._readers.shutdown()
-        self._writers.shutdown()
 
     def __enter__(self) -> "Extractor":
         return self
@@ -211,14 +213,14 @@ class _Shard:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """Leave nothing of this shard running, however it ends."""
+        """Leave nothing of this shard running, however it ends, but for a put that hangs."""
         try:
             yield
         finally:
             for read in self._reads:
                 read.cancel()
             wait(self._reads)
-            wait(self._writes)
+            wait(self._writes, LAST_PUTS_S)
 
     def issue(self) -> None:
         """Issue the work of every batch while holding the device."""
@@ -307,7 +309,7 @@ class _Shard:
         except BaseException:
             self._extractor._slots.release(slot)
             raise
-        self._writes.append(self._extractor._writers.submit(self._put, batch, slot, refused))
+        self._writes.append(in_background("store", self._put, batch, slot, refused))
 
     @torch.inference_mode()
     def _forward(self, batch: _Batch, slot: Slot) -> dict[int, str]:

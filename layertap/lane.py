@@ -47,6 +47,9 @@ CANARY = "target/canary.safetensors"
 CUT_OFF_S = 10.0
 """A beat that has not been written for so long says that other lanes' may not be, either."""
 
+LAST_BEAT_S = 10.0
+"""Seconds that a beat under way has to end when its lane does."""
+
 log = logging.getLogger(__name__)
 
 
@@ -76,7 +79,8 @@ class Lane:
     """
 
     def __init__(self, catalog: Catalog, plan: PlanRecord, *, run: str, name: str) -> None:
-        self.catalog = catalog
+        self._ending = threading.Event()
+        self.catalog = Catalog(catalog.store.until(self._ending))
         self.plan = plan
         self.run = run
         self.name = name
@@ -84,14 +88,13 @@ class Lane:
         """Where the lane's seconds go, from now on."""
         self.opened_at = now("milliseconds")
 
-        self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
+        self._watcher = Watcher(self.catalog, plan.plan_id, beat_s=BEAT_S)
         self._held: dict[int, _Held] = {}
         self._num_tokens_let_go = 0
         self._failed_here: set[int] = set()
         self._excused: set[int] = set()
         self._failures_in_a_row = 0
         self._unbeaten_since: float | None = None
-        self._ending = threading.Event()
         self._stopped = threading.Event()
         self._exits = contextlib.ExitStack()
 
@@ -182,7 +185,7 @@ class Lane:
         self._exits.callback(self.extractor.close)
         beats = threading.Thread(target=self._beat_until_closed, name="beats", daemon=True)
         beats.start()
-        self._exits.callback(beats.join)
+        self._exits.callback(beats.join, LAST_BEAT_S)
 
     def self_check(self) -> None:
         """Check the target against itself and against the canary of the root's first lane."""
@@ -439,7 +442,7 @@ class Lane:
             self._note()
 
     def end(self) -> None:
-        """Have shards in flight stop at their next batch."""
+        """Have shards in flight stop at their next batch, and nothing wait for a store that fails."""
         self._ending.set()
 
     def close(self) -> None:
@@ -449,9 +452,9 @@ class Lane:
         """
         self.end()
         self._exits.close()
-        for held in self._held.values():
-            if held.outcome is None and not held.has_killed:
-                with contextlib.suppress(LayertapError):  # else the claim goes stale, which is only slower
+        with contextlib.suppress(LayertapError):  # else the claims go stale, which is only slower
+            for held in self._held.values():
+                if held.outcome is None and not held.has_killed:
                     self.catalog.release(held.claim)
 
     def __enter__(self) -> Self:

@@ -2,14 +2,13 @@
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from layertap.background import in_background
 from layertap.catalog import Claim, Outcome
 from layertap.errors import (
     ClaimLostError,
@@ -135,17 +134,4 @@ def _settle(
 
 def extract_in_threads(lane: Lane) -> LaneReport:
     """Work through the plan without a scheduler, each shard in a plain thread."""
-
-    def submit(claim: Claim) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(lane.extract(claim))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name=f"shard-{claim.shard:05d}").start()
-        return future
-
-    return work_through(lane, submit)
+    return work_through(lane, lambda claim: in_background(f"shard-{claim.shard:05d}", lane.extract, claim))

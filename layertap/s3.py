@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from obstore.exceptions import BaseError
@@ -33,6 +33,24 @@ BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
 
 CREDENTIALS_TTL = timedelta(minutes=10)
 """Credentials are asked for again this often; botocore renews them while they have ten minutes left."""
+
+CONNECT_S = 5
+ANSWER_S = 10
+"""Seconds in which a store begins to answer, and goes on: a lane whose claim isn't beaten for 30 is taken for
+dead, so that a request which nobody answers must be given up before."""
+
+BULK_S = 300
+"""Seconds that a request takes at most, such as the upload of a part over a slow network."""
+
+
+class Clients(NamedTuple):
+    """Obstore's clients of one bucket."""
+
+    prompt: S3Store
+    """Waits seconds for an answer."""
+
+    bulk: S3Store
+    """Waits minutes: for large bodies, whose time counts as the answer's, and whatever keeps a store busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +141,8 @@ class Bucket:
     def _region(self) -> str:
         return self.settings.region or self.session.region_name or DEFAULT_REGION
 
-    def open(self, retry: "RetryConfig") -> S3Store:
-        """Obstore's client, with credentials that refresh."""
+    def open(self, retry: "RetryConfig") -> Clients:
+        """Obstore's clients, with credentials that refresh."""
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         settings = self.settings
@@ -142,12 +160,14 @@ class Bucket:
             region=self._region,
             virtual_hosted_style_request=not settings.path_style,
             credential_provider=Boto3CredentialProvider(self.session, ttl=CREDENTIALS_TTL),
-            client_options=_client_options(settings),
             **config,
         )
+        bulk = _client_options(settings)
+        prompt: ClientConfig = {**bulk, "read_timeout": f"{ANSWER_S}s"}
         if (settings.endpoint_url or "").startswith("https://"):
-            _refuse_bad_certificate(settings, opened(retry_config={**retry, "max_retries": 0}))
-        return opened(retry_config=retry)
+            once: RetryConfig = {**retry, "max_retries": 0}
+            _refuse_bad_certificate(settings, opened(client_options=prompt, retry_config=once))
+        return Clients(*(opened(client_options=options, retry_config=retry) for options in (prompt, bulk)))
 
     def open_uploads(self) -> Iterator[tuple[str, str, datetime]]:
         """Path, id and time of the root's multipart uploads that are neither completed nor aborted."""
@@ -193,6 +213,8 @@ class Bucket:
 
         settings, pid = self.settings, os.getpid()
         style: Any = {"addressing_style": "path" if settings.path_style else "virtual"}
+        timeouts: Any = {"connect_timeout": CONNECT_S, "read_timeout": ANSWER_S}
+        retries: Any = {"mode": "standard", "total_max_attempts": max_tries}
         # a session can't make two clients at once, and a lock that was held at a fork stays so
         with self._locks.setdefault(pid, threading.Lock()):
             if (pid, max_tries) not in self._clients:
@@ -201,7 +223,7 @@ class Bucket:
                     endpoint_url=settings.endpoint_url,
                     region_name=self._region,
                     verify=settings.verify,
-                    config=Config(s3=style, retries={"mode": "standard", "total_max_attempts": max_tries}),
+                    config=Config(s3=style, retries=retries, **timeouts),
                 )
             return self._clients[pid, max_tries]
 
@@ -242,7 +264,7 @@ def _endpoint(url: str, settings: S3Settings) -> str:
 
 
 def _client_options(settings: S3Settings) -> "ClientConfig":
-    options: ClientConfig = {"connect_timeout": "5s", "timeout": "300s"}
+    options: ClientConfig = {"connect_timeout": f"{CONNECT_S}s", "timeout": f"{BULK_S}s"}
     if (settings.endpoint_url or "").startswith("http://"):
         options["allow_http"] = True
     if settings.verify is False:

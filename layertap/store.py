@@ -5,6 +5,7 @@ obstore does the work without holding the GIL; its errors become layertap's here
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,8 +24,8 @@ from layertap.errors import (
     StoreRefusedError,
 )
 from layertap.folder import create_file, make_durable, temporary_files
-from layertap.retries import PATIENT, patiently
-from layertap.s3 import Bucket, S3Settings
+from layertap.retries import PATIENT, in_obstore, patiently
+from layertap.s3 import Bucket, Clients, S3Settings
 from layertap.store_errors import mapped
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ PART_BYTES = 32 << 20
 """Size of a part of a multipart upload; 10,000 of them make 320 GB, more than any object of a root."""
 
 PARTS_AT_ONCE = 4
+
+SMALL_BYTES = 1 << 20
+"""An object of no more bytes is sent in seconds, or its request is taken for lost and made again."""
 
 PUTS_TO_CONFIRM = 2
 """So often an object is put that the store has otherwise than it was sent."""
@@ -84,9 +88,12 @@ class Store:
     obstore's threads don't survive a fork; a forked process can still read ranges.
     """
 
-    def __init__(self, root: Path | Bucket, retry: "RetryConfig" = PATIENT) -> None:
+    def __init__(
+        self, root: Path | Bucket, retry: "RetryConfig" = PATIENT, given_up: threading.Event | None = None
+    ) -> None:
         self._root = root
         self._retry = retry
+        self._given_up = given_up or threading.Event()
         self.uri = str(root)
 
     @classmethod
@@ -139,7 +146,7 @@ class Store:
         """
         view = memoryview(data).cast("B")
         sent = Content(len(view), crc64nvme(view) if crc is None else crc) if durable else None
-        self._put(path, lambda: view, lambda: sent)
+        self._put(path, lambda: view, lambda: sent, is_small=len(view) <= SMALL_BYTES)
 
     def put_chunks(self, path: str, chunks: Callable[[], Iterator[bytes]]) -> Content:
         """Write an object whole and durably, as `put`, from pieces that needn't lie in memory together.
@@ -160,7 +167,7 @@ class Store:
                 sent = sent.then(chunk)
                 yield chunk
 
-        self._put(path, counted, lambda: sent)
+        self._put(path, counted, lambda: sent, is_small=False)
         return sent
 
     def _put(
@@ -168,6 +175,8 @@ class Store:
         path: str,
         body: Callable[[], memoryview | Iterator[bytes]],
         sent: Callable[[], Content | None],
+        *,
+        is_small: bool,
     ) -> None:
         """Put until the store confirms what was sent, or once where that is None."""
         with self._mapped("put", path):
@@ -175,7 +184,7 @@ class Store:
                 self._root.mkdir(parents=True, exist_ok=True)
             sizes: Any = {"chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
             for _ in range(PUTS_TO_CONFIRM):
-                self._patiently(lambda: self._objects.put(path, body(), **sizes))
+                self._patiently(lambda: self._for(is_small).put(path, body(), **sizes))
                 if (whole := sent()) is None or (found := self._stored(path)).confirms(whole):
                     return
         raise IntegrityError(
@@ -210,7 +219,8 @@ class Store:
                     raise AlreadyExistsError(f"{self.uri}/{path} exists already") from error
             else:
                 view = memoryview(data).cast("B")
-                self._patiently(lambda: self._objects.put(path, view, mode="create"))
+                is_small = len(view) <= SMALL_BYTES
+                self._patiently(lambda: self._for(is_small).put(path, view, mode="create"))
 
     def get(self, path: str) -> bytes:
         """The object's bytes.
@@ -293,7 +303,7 @@ class Store:
                 for path in paths:
                     (self._root / path).unlink(missing_ok=True)
             else:
-                self._patiently(lambda: self._objects.delete(paths))
+                self._patiently(lambda: self._for(len(paths) == 1).delete(paths))
 
     def open_uploads(self) -> Sequence[Upload]:
         """Multipart uploads under this root that nobody has ended, by path; none on a folder."""
@@ -327,31 +337,43 @@ class Store:
 
     def with_retry(self, retry: "RetryConfig") -> "Store":
         """The same root, with another patience."""
-        return Store(self._root, retry)
+        return Store(self._root, retry, self._given_up)
+
+    def until(self, given_up: threading.Event) -> "Store":
+        """The same root; once the event is set, what fails is tried again for seconds only."""
+        return Store(self._root, self._retry, given_up)
 
     @property
     def _is_missing(self) -> bool:
         return isinstance(self._root, Path) and not self._root.exists()
 
     @cached_property
-    def _opened(self) -> LocalStore | S3Store:
+    def _opened(self) -> LocalStore | Clients:
         if self._is_missing:
             raise FileNotFoundError(f"there is no folder {self._root}")
         if isinstance(self._root, Path):
             return LocalStore(self._root)
-        return self._root.open(self._retry)
+        return self._root.open(in_obstore(self._retry))
 
     @property
     def _objects(self) -> LocalStore | S3Store:
+        return self._for(is_small=True)
+
+    def _for(self, is_small: bool) -> LocalStore | S3Store:
+        """What does a small request, which is answered in seconds, or a large one, which may take minutes."""
         if _forked():
             raise StoreRefusedError(
                 f"{self.uri} was in use when this process was forked, and its threads didn't survive that: "
                 "start processes with the multiprocessing context 'spawn'"
             )
-        return self._opened
+        opened = self._opened
+        if isinstance(opened, Clients):
+            return opened.prompt if is_small else opened.bulk
+        return opened
 
     def _patiently(self, operation: Callable[[], _T]) -> _T:
-        return patiently(operation, self._retry["retry_timeout"], renew=self._reopen)
+        at_most = self._retry["retry_timeout"]
+        return patiently(operation, at_most, renew=self._reopen, given_up=self._given_up)
 
     def _reopen(self) -> None:
         """Let the next request ask for credentials anew: obstore keeps those it has as long as they last."""
@@ -367,7 +389,7 @@ class Store:
 
         def read() -> Buffer:
             if not _forked():
-                return memoryview(self._opened.get_range(path, start=offset, length=nbytes))
+                return memoryview(self._objects.get_range(path, start=offset, length=nbytes))
             with self._mapped("get a range of", path):
                 return bucket.range_after_fork(path, offset, nbytes)
 

@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self._is_one_of(faults.unanswered) and not self.proxy.holds_one.is_set():
             self.proxy.holds_one.set()
             self.proxy.ended.wait()
-            return None
+            return self._hang_up("unanswered")
         if faults.refuses_checksums and checksums and self.command == "PUT":
             return self._refuse(400, "InvalidArgument")
         if fault == "conflict" and self.headers.get("If-None-Match"):

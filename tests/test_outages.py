@@ -186,6 +186,7 @@ def overloaded(server: ObjectServer, folder: Path) -> AbstractContextManager[Out
 def test_a_run_whose_store_fails_waits_goes_on_and_charges_nobody(
     object_server: ObjectServer,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     failing: Callable[[ObjectServer, Path], AbstractContextManager[Outage]],
     told: str,
 ) -> None:
@@ -195,7 +196,7 @@ def test_a_run_whose_store_fails_waits_goes_on_and_charges_nobody(
         run, board = Run.prepare(outage.store, settings), Board()
         watch, lanes = run.watch(), ThreadLanes(run, outage.store)
         waiting, has_ended = run.pause(lanes.are_at_work), False
-        _after_the_first_data(outage.store, outage.begin)
+        _after_the_first_data(monkeypatch, outage.begin)
         while not look_with(run, watch, lanes, waiting, board):
             time.sleep(0.1)
             if len(board.waits) > 3 and not lanes._live() and not has_ended:
@@ -211,15 +212,15 @@ def test_a_run_whose_store_fails_waits_goes_on_and_charges_nobody(
     assert {(status.num_failures, status.num_deaths) for status in statuses} == {(0, 0)}
 
 
-def _after_the_first_data(store: Store, do: Callable[[], None]) -> None:
-    todo, put = [do], store.put
+def _after_the_first_data(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
+    todo, put = [do], Store.put
 
-    def noticed(path: str, *arguments: Any, **options: Any) -> None:
-        put(path, *arguments, **options)
+    def noticed(self: Store, path: str, *arguments: Any, **options: Any) -> None:
+        put(self, path, *arguments, **options)
         if "/data/" in path and todo:
             todo.pop()()
 
-    store.put = noticed  # type: ignore[method-assign]
+    monkeypatch.setattr(Store, "put", noticed)
 
 
 def test_a_coordinator_that_alone_cannot_reach_the_store_does_not_end_lanes_that_work(

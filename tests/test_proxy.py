@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from layertap import s3
 from layertap.coordinator import Run
 from layertap.errors import (
     AlreadyExistsError,
@@ -25,7 +26,7 @@ from layertap.errors import (
 from layertap.object_server import ObjectServer
 from layertap.retries import PATIENT
 from layertap.s3 import Bucket
-from layertap.store import PART_BYTES, Store, checksum, crc64nvme
+from layertap.store import PART_BYTES, SMALL_BYTES, Store, checksum, crc64nvme
 from layertap.store_check import check_store
 from layertap.verify import verify_root
 from tests.certificates import Authority
@@ -283,6 +284,43 @@ def test_all_that_a_store_refuses_is_told_at_once(opened: Callable[..., Store], 
     )
     with pytest.raises(NotReadyError, match=told):
         check_store(opened())
+
+
+REQUESTS: dict[str, Callable[[Store], object]] = {
+    "PUT": lambda store: store.put("data/b", b"small"),
+    "PUT .*": lambda store: store.create("data/c", b"small"),
+    "HEAD": lambda store: store.put("data/d", b"small", durable=True),
+    "HEAD .*": lambda store: store.head("data/a"),
+    "GET": lambda store: store.get("data/a"),
+    "GET .*list-type": lambda store: store.list("data"),
+    "POST": lambda store: store.delete(["data/a"]),
+}
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_small_request_that_nobody_answers_is_soon_made_again(
+    opened: Callable[..., Store], proxy: Proxy, monkeypatch: pytest.MonkeyPatch, request_: str
+) -> None:
+    monkeypatch.setattr(s3, "ANSWER_S", 1)
+    store = opened()
+    store.put("data/a", b"0123")
+    proxy.faults.unanswered = re.compile(request_)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(REQUESTS[request_], store)
+        try:
+            done.result(timeout=60)
+        finally:
+            proxy.ended.set()
+    assert proxy.holds_one.is_set()
+
+
+def test_a_large_object_may_take_longer_than_an_answer(
+    opened: Callable[..., Store], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "ANSWER_S", 1)
+    proxy.faults.bytes_per_s = SMALL_BYTES / 3
+    opened().put("data/a", bytes(SMALL_BYTES + 1))
+    assert proxy.counts["requests"] == 1
 
 
 def test_checksum_headers_can_be_left_out(opened: Callable[..., Store], proxy: Proxy) -> None:
