@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from safetensors.torch import load, save
-
+from layertap.canary import share_canary
 from layertap.catalog import Catalog, Claim, Outcome, PlanRecord
 from layertap.errors import (
-    AlreadyExistsError,
     ClaimLostError,
     DeviceError,
     LayertapError,
@@ -41,8 +39,6 @@ from layertap.watchdog import blamed, kill_process_group, wedged
 from layertap.watcher import BEAT_S, Watcher
 
 FAILURES_BEFORE_SELF_CHECK = 2
-
-CANARY = "target/canary.safetensors"
 
 CUT_OFF_S = 10.0
 """A beat that has not been written for so long says that other lanes' may not be, either."""
@@ -193,10 +189,8 @@ class Lane:
             self.target.self_check()
             mine = self.target.canary_states()
         with self.clock.spent("waiting for the store"):
-            with contextlib.suppress(AlreadyExistsError):
-                self.catalog.store.create(CANARY, save(mine))
-            first = self.catalog.store.get(CANARY)
-        compare_canary(mine, load(first))
+            first = share_canary(self.catalog.store, mine)
+        compare_canary(mine, first)
 
     def wait_for_work(self) -> bool:
         """Whether there is a shard to claim, now or because the lane that held it has died.

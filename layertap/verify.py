@@ -5,6 +5,7 @@ Everything is read back from the store; nothing is written. What is found wrong 
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,7 +168,8 @@ class _Verifier:
         self.report = Verification(uri=store.uri)
 
     def _find(self, where: str, problem: object, way: str) -> None:
-        text = str(problem).removeprefix(f"{self.store.uri}/").removeprefix(f"{where} ")
+        text = str(problem).removesuffix(f". {way}")
+        text = text.removeprefix(f"{self.store.uri}/").removeprefix(f"{where} ")
         self.report.findings.append(Finding(where=where, problem=text, way_out=way))
 
     def committed_files(self) -> list[StoredFile]:
@@ -263,8 +265,15 @@ class _Verifier:
 
     def check_target(self) -> None:
         """Read what lies of the target beside the states, whole."""
+        from layertap import canary
         from layertap.target_files import RECORD, TargetFiles
 
+        with suppress(NotFoundError):  # no lane has begun
+            try:
+                canary.read_canary(self.store)
+            except IntegrityError as error:
+                self._find(canary.CANARY, error, canary.way_out(self.store.uri))
+            self.report.num_records += 1
         if not self.store.exists(RECORD):  # no lane has begun
             return
         way = (

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load, save
 
 from layertap import lane as lane_module
+from layertap.canary import CANARY
 from layertap.catalog import Claim
 from layertap.coordinator import Run
 from layertap.errors import (
@@ -23,7 +24,7 @@ from layertap.errors import (
     StoreRefusedError,
     TargetError,
 )
-from layertap.lane import CANARY, Lane
+from layertap.lane import Lane
 from layertap.lane_check import checked_device
 from layertap.lane_work import extract_in_threads, work_through
 from layertap.progress import SPENT_ON, Clock
