@@ -21,6 +21,8 @@ from layertap.errors import (
     CatalogError,
     ClaimLostError,
     DatasetError,
+    FormatError,
+    IntegrityError,
     NotFoundError,
     SpecMismatchError,
 )
@@ -38,7 +40,7 @@ from layertap.records import (
     require,
     to_json,
 )
-from layertap.settled import Settled, read_settled
+from layertap.settled import Settled, read_settled, way_out
 from layertap.shard_state import ShardState, shard_state, unended_claims
 from layertap.store import Store, checksum
 from layertap.told import read_told
@@ -179,7 +181,9 @@ class Catalog:
         return [p for p in self.store.folders("plans") if self.store.exists(f"plans/{p}/plan.json")]
 
     def shards(self, plan_id: str) -> list[int]:
-        """Numbers of a plan's shards by their files, even if the plan's record is damaged; ascending."""
+        """Numbers of a plan's shards, by their files if the plan's record can't be read; ascending."""
+        with suppress(NotFoundError, IntegrityError, FormatError):
+            return [*range(len(self.plan(plan_id).shards))]
         found = (SHARD_FILE.fullmatch(name) for name in self.store.names(f"plans/{plan_id}"))
         return sorted(int(match[1]) for match in found if match)
 
@@ -187,10 +191,13 @@ class Catalog:
         """The rows of a shard.
 
         Raises:
-            IntegrityError: their file was damaged.
+            IntegrityError: their file was damaged, or is gone; says how to compute them again.
         """
-        record = self.plan(plan_id).shards[shard]
-        return ShardRows.from_arrow(get_checked(self.store, _shard_path(plan_id, shard), record.checksum))
+        expected, path = self.plan(plan_id).shards[shard].checksum, _shard_path(plan_id, shard)
+        try:
+            return ShardRows.from_arrow(get_checked(self.store, path, expected))
+        except (IntegrityError, NotFoundError) as error:
+            raise IntegrityError(f"{error}. {way_out(self.store.uri, plan_id, shard)}") from error
 
     def attempt_prefix(self, plan_id: str, shard: int, attempt: str) -> str:
         """Folder of the files of one try."""
@@ -235,14 +242,8 @@ class Catalog:
         Returns:
             The claim, or None: somebody else was first.
         """
-        claim = Claim(
-            plan_id=plan_id,
-            shard=shard,
-            number=number,
-            lane=lane,
-            token=secrets.token_hex(8),
-            details=details,
-        )
+        token = secrets.token_hex(8)
+        claim = Claim(plan_id=plan_id, shard=shard, number=number, lane=lane, token=token, details=details)
         try:
             self.store.create(_claim_path(claim), to_json(_claim_content(claim, {})))
         except AlreadyExistsError:

@@ -13,13 +13,16 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 
 from deployments.run_commands import failures
+from layertap.cli import main
 from layertap.coordinator import Run
+from layertap.errors import TooManyRefusedError
 from layertap.failures import HOPELESS, TRIED_AGAIN, forget_failures, markdown, read_failures
 from layertap.lane import Lane
 from layertap.lane_work import extract_in_threads
 from layertap.plan import PlanSettings
 from layertap.shard_state import ShardState
 from layertap.store import Store
+from layertap.verify import verify_root
 from tasks.artifacts import FAILURES, show_failures
 from tests.models import saved, tiny_llama
 from tests.runs import run_lane, save_rows, settings_for, some_rows
@@ -84,6 +87,28 @@ def test_failures_say_whether_there_is_hope_and_forgetting_them_gives_it(run: Ru
     forget_failures(run.catalog, plan_id_of(run))
     assert [f.shard for f in read_failures(run.catalog)] == [1]
     assert run.watch().poll().shards_by_state.get(ShardState.FAILED) is None
+
+
+@pytest.mark.parametrize("rows", [b"damaged", None])
+def test_a_shard_whose_rows_are_damaged_fails_with_a_way_out_that_helps(
+    run: Run, folder_store: Store, target: str, rows: bytes | None
+) -> None:
+    path = f"plans/{plan_id_of(run)}/shard-00000.arrow"
+    folder_store.delete([path]) if rows is None else folder_store.put(path, rows)
+    (finding,) = verify_root(folder_store).findings
+    assert finding.where == path and finding.way_out not in finding.problem
+    run_lane(folder_store, plan_id_of(run), target)
+    watch = run.watch()
+    watch.poll()
+    command = f"void {folder_store.uri} {plan_id_of(run)} 0"
+    with pytest.raises(TooManyRefusedError, match=f"shard-00000.arrow.*with `layertap {command}`"):
+        run.publish(watch).check(0.0)
+    assert len(read_failures(run.catalog)) == 1
+
+    assert CliRunner().invoke(main, command.split()).exit_code == 0
+    again = Run.prepare(folder_store, run.preview.settings)
+    run_lane(folder_store, plan_id_of(again), target)
+    assert again.publish().version.complete
 
 
 def test_lanes_that_died_in_silence_are_named_by_their_claims(run: Run) -> None:
