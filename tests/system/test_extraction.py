@@ -39,12 +39,21 @@ def final_states(stack: RealStack, root: str) -> dict[str, str]:
     return found
 
 
+def on_s3(stack: RealStack, dataset: Path) -> str:
+    """The address of a copy of the dataset in the stack's bucket."""
+    store = stack.store("datasets")
+    for file in dataset.iterdir():
+        store.put(f"{dataset.name}/{file.name}", file.read_bytes())
+    return f"{store.uri}/{dataset.name}"
+
+
 def test_a_run_extracts_every_row_and_a_second_one_computes_nothing(
     stack: RealStack, target: str, tmp_path: Path
 ) -> None:
     rows = some_rows(320)
     unfit = {"input_ids": [1, 100_000], "loss_mask": [1, 1], "id": "unfit"}
-    options = stack.run_options(save_rows([*rows, unfit], tmp_path / "rows"), target, "plain")
+    dataset = on_s3(stack, Path(save_rows([*rows, unfit], tmp_path / "rows")))
+    options = stack.run_options(dataset, target, "plain")
 
     assert "320 of 321 rows are stored, 1 are missing: version 1" in layertap(*options)
     assert_read_back(stack.store("plain"), rows, tiny_llama())
