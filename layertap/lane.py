@@ -35,7 +35,7 @@ from layertap.store import Store
 from layertap.store_check import probe
 from layertap.target import Target, compare_canary
 from layertap.target_files import store_target
-from layertap.watchdog import blamed, kill_process_group, wedged
+from layertap.watchdog import Watchdog, blamed, kill_process_group
 from layertap.watcher import BEAT_S, Watcher
 
 FAILURES_BEFORE_SELF_CHECK = 2
@@ -181,6 +181,7 @@ class Lane:
         self._exits.callback(self.extractor.close)
         beats = threading.Thread(target=self._beat_until_closed, name="beats", daemon=True)
         beats.start()
+        Watchdog(self.clock, BEAT_S).start(self._end_wedged, until=self._ending)
         self._exits.callback(beats.join, LAST_BEAT_S)
 
     def self_check(self) -> None:
@@ -382,20 +383,19 @@ class Lane:
         }
         self.catalog.fail(held.claim, failure)
 
-    def _end_if_wedged(self) -> None:
+    def _end_wedged(self, reason: str) -> None:
         """Record what hangs, give the rest back, and end the process: its shards may be claimed at once."""
-        if reason := wedged(self.clock):
-            in_hand = dict(self._held)
-            hung = blamed({shard: held.clock for shard, held in in_hand.items()})
-            for shard, held in in_hand.items():
-                try:
-                    if shard == hung:
-                        self._record(held, DeviceError(f"{device_name(self.device)}: {reason}"))
-                    else:
-                        self.catalog.release(held.claim)
-                except Exception:  # whatever it is, the process must end
-                    log.warning("can't tell why shard %d is let go", shard, exc_info=True)
-            kill_process_group()
+        in_hand = dict(self._held)
+        hung = blamed({shard: held.clock for shard, held in in_hand.items()})
+        for shard, held in in_hand.items():
+            try:
+                if shard == hung:
+                    self._record(held, DeviceError(f"{device_name(self.device)}: {reason}"))
+                else:
+                    self.catalog.release(held.claim)
+            except Exception:  # whatever it is, the process must end
+                log.warning("can't tell why shard %d is let go", shard, exc_info=True)
+        kill_process_group()
 
     def check_stopped(self) -> None:
         """Raise StoppedError when the run was told to stop or the lane is closing."""
@@ -406,7 +406,6 @@ class Lane:
         counter = 0
         while not self._ending.wait(BEAT_S):
             counter += 1
-            self._end_if_wedged()
             self._unbeaten_since = self._unbeaten_since or time.monotonic()
             try:
                 self._beat(counter)

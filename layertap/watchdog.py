@@ -3,7 +3,9 @@
 import logging
 import os
 import signal
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 
 from layertap.progress import Clock, SpentOn
 
@@ -23,13 +25,43 @@ WATCHED: Mapping[SpentOn, str] = {
 log = logging.getLogger(__name__)
 
 
-def wedged(clock: Clock) -> str | None:
-    """What a lane has hung in for too long, in words; None while all is well."""
-    for on, words in WATCHED.items():
-        open_s, mean_s = clock.open_s(on), clock.mean_s(on)
-        if open_s > max(WEDGED_S, TIMES_TYPICAL * mean_s):
-            return f"no end of {words} for {open_s:.0f} s, where one takes {mean_s:.3g} s: the device hangs"
-    return None
+class Watchdog:
+    """Looks at a lane's clock every few seconds.
+
+    Between two looks so many seconds are counted at most: a process that was suspended has not seen that its
+    device did nothing.
+    """
+
+    def __init__(self, clock: Clock, every_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """Watch the device from now on, by looks that are `every_s` seconds apart."""
+        self._clock = clock
+        self._every_s = every_s
+        self._now = now
+        self._looked_at = now()
+        self._watched_s = dict.fromkeys(WATCHED, 0.0)
+
+    def start(self, end: Callable[[str], None], *, until: threading.Event) -> None:
+        """Look until then, in a thread of its own, and tell `end` what hangs."""
+
+        def watch() -> None:
+            while not until.wait(self._every_s):
+                if reason := self.look():
+                    end(reason)
+
+        threading.Thread(target=watch, name="watchdog", daemon=True).start()
+
+    def look(self) -> str | None:
+        """What the lane has hung in for too long, in words; None while all is well."""
+        now = self._now()
+        since_s, self._looked_at = min(now - self._looked_at, self._every_s), now
+        for on, words in WATCHED.items():
+            took_s, mean_s = self._clock.open_s(on), self._clock.mean_s(on)
+            self._watched_s[on] = took_s = min(took_s, self._watched_s[on] + since_s)
+            if took_s > max(WEDGED_S, TIMES_TYPICAL * mean_s):
+                return (
+                    f"no end of {words} for {took_s:.0f} s, where one takes {mean_s:.3g} s: the device hangs"
+                )
+        return None
 
 
 def blamed(clocks: Mapping[int, Clock]) -> int | None:

@@ -274,10 +274,9 @@ def test_a_lane_that_hangs_dies_even_if_it_cannot_say_why(
     ends: list[str] = []
     with opened(folder_store, plan_id, target, "lane-0") as lane, monkeypatch.context() as patch:
         assert lane.claim() is not None
-        patch.setattr(lane_module, "wedged", lambda clock: "the device hangs")
         patch.setattr(lane_module, "kill_process_group", lambda: ends.append("killed"))
         patch.setattr(lane.catalog, "release", broken)
-        lane._end_if_wedged()
+        lane._end_wedged("the device hangs")
     assert ends == ["killed"]
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from layertap.progress import Clock
 from layertap.staging import Slot
 from layertap.store import Store
 from layertap.target import Target
-from layertap.watchdog import WEDGED_S, blamed, wedged
+from layertap.watchdog import WEDGED_S, Watchdog, blamed
 from tests.models import saved, tiny_llama
 from tests.runs import save_rows, settings_for, some_rows
 
@@ -35,17 +36,37 @@ class _FakeTime:
 def test_a_pass_is_hung_after_five_minutes_or_twenty_times_the_mean() -> None:
     fake = _FakeTime()
     clock = Clock(fake)
+    watchdog = Watchdog(clock, 1, fake)
     for _ in range(4):
         with clock.spent("forward"):
-            fake.now_s += 30
-    fake.now_s += 10_000
-    assert wedged(clock) is None, "nothing is under way"
+            assert _look_for(WEDGED_S - 270, watchdog, fake) is None
+    assert _look_for(1000, watchdog, fake) is None, "nothing is under way"
     with clock.spent("forward"):
-        fake.now_s += WEDGED_S + 1
-        assert wedged(clock) is None, "batches of this size take long"
-        fake.now_s += 300
-        assert "no end of a forward for 601 s, where one takes 30 s" in str(wedged(clock))
-    assert wedged(clock) is None
+        assert _look_for(WEDGED_S + 1, watchdog, fake) is None, "batches of this size take long"
+        told = _look_for(300, watchdog, fake)
+        assert "no end of a forward for 601 s, where one takes 30 s" in str(told)
+    assert watchdog.look() is None
+
+
+def _look_for(seconds: float, watchdog: Watchdog, fake: _FakeTime) -> str | None:
+    """What the last of so many looks says, a second apart."""
+    said = None
+    for _ in range(int(seconds)):
+        fake.now_s += 1
+        said = watchdog.look()
+    return said
+
+
+def test_a_process_that_slept_has_not_seen_its_device_hang() -> None:
+    fake = _FakeTime()
+    clock = Clock(fake)
+    watchdog = Watchdog(clock, 1, fake)
+    with clock.spent("forward"):
+        for _ in range(2):
+            fake.now_s += 10 * WEDGED_S
+            assert watchdog.look() is None
+        assert _look_for(WEDGED_S - 2, watchdog, fake) is None
+        assert _look_for(1, watchdog, fake) is not None, "awake it has"
 
 
 def test_the_whole_group_of_a_lane_dies_with_it() -> None:
@@ -109,3 +130,41 @@ def test_a_lane_that_hangs_records_why_and_dies(
     assert sorted(names[1 - hung]) == ["claim-1", "release-1"]
     failure = Catalog(folder_store).last_failure(run.plan.plan_id, hung)
     assert f"no end of {words} for" in failure["error"]
+
+
+def _is_slow_at_first(folder: str, plan_id: str, target: str, inside: str) -> None:
+    layertap.lane.BEAT_S = 0.2
+    watchdog.WEDGED_S = 4.0
+    lane = Lane.open(Store.folder(folder), plan_id, run="run", target=target, name="slept")
+    assert lane is not None
+    tap = Target.tap
+
+    def slow(self: Target, *arguments: Any) -> Any:
+        if not Path(inside).exists():
+            Path(inside).touch()
+            time.sleep(1)
+        return tap(self, *arguments)
+
+    Target.tap = slow  # type: ignore[method-assign]
+    with lane:
+        extract_in_threads(lane)
+
+
+def test_a_lane_that_was_stopped_in_a_forward_goes_on(folder_store: Store, tmp_path: Path) -> None:
+    """As by a debugger, or with its virtual machine."""
+    target = saved(tiny_llama(), tmp_path / "target")
+    run = Run.prepare(folder_store, settings_for(save_rows(some_rows(60), tmp_path / "rows"), target))
+    assert run.plan is not None
+    inside = tmp_path / "inside"
+    arguments = (str(tmp_path / "root"), run.plan.plan_id, target, str(inside))
+    lane = multiprocessing.get_context("spawn").Process(target=_is_slow_at_first, args=arguments)
+    lane.start()
+    while lane.is_alive() and not inside.exists():
+        time.sleep(0.05)
+    assert lane.pid is not None
+    os.kill(lane.pid, signal.SIGSTOP)
+    time.sleep(6)
+    os.kill(lane.pid, signal.SIGCONT)
+    lane.join(90)
+    assert lane.exitcode == 0
+    run.publish().check(0.0)
