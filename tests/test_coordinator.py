@@ -20,7 +20,6 @@ from layertap.errors import (
     InputError,
     NotReadyError,
     SpecError,
-    SpecMismatchError,
     StoreRefusedError,
     TooManyRefusedError,
 )
@@ -255,13 +254,6 @@ def test_bad_rows_within_the_policy_are_named_and_beyond_it_refused_before_any_w
     assert re.search(r"row 4 .*512", shown.output)
 
 
-def test_another_extraction_needs_another_root(folder_store: Store, tmp_path: Path, target: str) -> None:
-    dataset = save_rows(some_rows(10), tmp_path / "rows")
-    Run.prepare(folder_store, settings_for(dataset, target))
-    with pytest.raises(SpecMismatchError, match=r"layer_ids: \[0, 2, 3\] here, \[0, 1\] asked"):
-        Run.prepare(folder_store, settings_for(dataset, target, layer_ids=(0, 1)))
-
-
 def test_a_folder_without_room_is_refused_before_any_work(
     folder_store: Store, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,11 +277,18 @@ def test_all_that_a_host_lacks_is_told_in_one_message(tmp_path: Path, target: st
         assert part in told
 
 
-def test_a_layer_that_is_not_there_is_refused_with_the_range(tmp_path: Path, target: str) -> None:
-    with pytest.raises(
-        SpecError, match=r"layer ids \[4\] are out of range: this target has decoder layers 0 to 3"
-    ):
-        Preview.make(settings_for(save_rows(some_rows(3), tmp_path / "rows"), target, layer_ids=(4,)))
+@pytest.mark.parametrize(
+    ("layer_ids", "message"),
+    [
+        ((4,), r"layer ids \[4\] are out of range: this target has decoder layers 0 to 3"),
+        ((0, 2, 2), r"layer ids \[0, 2, 2\] must be ascending and without repeats"),
+    ],
+)
+def test_layers_that_are_not_there_or_asked_for_twice_are_refused(
+    tmp_path: Path, target: str, layer_ids: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        Preview.make(settings_for(save_rows(some_rows(3), tmp_path / "rows"), target, layer_ids=layer_ids))
 
 
 def test_a_dataset_overwritten_during_the_run_is_noticed(

@@ -67,26 +67,6 @@ def opened(store: Store, plan_id: str, target: str, name: str, *, run_id: str = 
     return lane
 
 
-def test_two_lanes_share_the_shards(
-    run: Run, plan_id: str, folder_store: Store, target: str, model: Any, fast_beats: None
-) -> None:
-    reports = {}
-
-    def work(name: str) -> None:
-        reports[name] = run_lane(folder_store, plan_id, target, name)
-
-    threads = [threading.Thread(target=work, args=(f"lane-{i}",)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    shards = [outcome.shard for report in reports.values() for outcome in report.committed]
-    assert run.plan is not None
-    assert sorted(shards) == list(range(len(run.plan.shards)))
-    run.publish().check(0.0)
-    assert_read_back(folder_store, some_rows(60), model)
-
-
 def test_a_lane_without_work_loads_no_target(
     run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
 ) -> None:
