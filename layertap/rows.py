@@ -74,6 +74,7 @@ class StoredRows:
                 "read another version, or restore the layertap.json it was made for"
             )
         table = Versions(store).rows(version, COLUMNS)
+        self._masks, table = table["loss_mask"], table.drop_columns("loss_mask")
         is_missing = table["reason"].is_valid()
         missing = table.filter(is_missing)
         stored = table.filter(is_missing.to_numpy() == 0)
@@ -81,7 +82,6 @@ class StoredRows:
         self.missing_keys: list[bytes | None] = missing["extraction_key"].to_pylist()
         file: Any = stored["file"].unify_dictionaries().combine_chunks()
         self._files: list[str] = file.dictionary.to_pylist()
-        self._masks = stored["loss_mask"]
         self.keys = keys_of(stored["extraction_key"].combine_chunks())
         self.numbers: Rows = stored["index"].to_numpy()
         self._crc64nvme: NDArray[np.uint64] = stored["crc64nvme"].to_numpy()
@@ -95,7 +95,6 @@ class StoredRows:
     def take(self, rows: Rows) -> None:
         """Keep these rows alone, in this order."""
         self.keys, self.numbers, self._crc64nvme = self.keys[rows], self.numbers[rows], self._crc64nvme[rows]
-        self._masks = self._masks.take(rows)
         self.places = RowPlaces(**{f.name: getattr(self.places, f.name)[rows] for f in fields(RowPlaces)})
 
     @property
@@ -123,7 +122,7 @@ class StoredRows:
 
     def loss_mask(self, i: int) -> Tensor:
         """uint8 [T]; ones in a dataset without masks."""
-        mask = self._masks[i].values
+        mask = self._masks[int(self.numbers[i])].values
         if mask is None:
             return torch.ones(int(self.places.num_tokens[i]), dtype=torch.uint8)
         return torch.from_numpy(mask.to_numpy().copy())

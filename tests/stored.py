@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -186,3 +187,20 @@ def extract(
 def publish(catalog: Catalog, dataset: TokenDataset, scan: Scan, *, parent: int | None = None) -> Version:
     """Publish what the catalog holds of the dataset."""
     return Versions(catalog.store).publish(dataset, scan, catalog.settled(), parent=parent)
+
+
+def with_huge_masks(monkeypatch: pytest.MonkeyPatch, *, reason: str | None = None) -> None:
+    """Let each version end with three rows whose masks have 3 * 10^9 tokens; they are of no row's tokens."""
+    rows = Versions.rows
+    mask = pa.ListArray.from_arrays([0, 10**9], pa.array(np.zeros(10**9, np.uint8)))
+
+    def with_huge(self: Versions, version: Version, columns: list[str] | None = None) -> pa.Table:
+        table = rows(self, version, columns)
+        [line] = table.slice(0, 1).to_batches()
+        huge = {"loss_mask": mask, "extraction_key": pa.array([bytes(16)], pa.binary(16))}
+        huge["reason"] = pa.array([reason], pa.string())
+        columns_of_line = [huge.get(name, line[name]) for name in table.column_names]
+        extra = pa.table(columns_of_line, table.column_names).cast(table.schema)
+        return pa.concat_tables([table, extra, extra, extra])
+
+    monkeypatch.setattr(Versions, "rows", with_huge)

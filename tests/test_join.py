@@ -21,6 +21,7 @@ from tests.stored import (
     publish,
     some_rows,
     states_of,
+    with_huge_masks,
     write_attempt,
 )
 
@@ -131,3 +132,15 @@ def test_a_missing_row_says_why_it_is_missing(tmp_path: Path) -> None:
     for row in (20, -1):
         with pytest.raises(IndexError, match=f"row {row} of a dataset of 20 rows"):
             states.index_of(row)
+
+
+def test_masks_of_more_than_2_31_tokens(
+    first: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first root are its rows', whatever the other lacks."""
+    other = HiddenStates(fill(tmp_path / "b", [7, 3, 19, 12], layer_ids=[1, 2]))
+    with_huge_masks(monkeypatch)
+    states = HiddenStates(first, join=other)
+    assert states.rows.tolist() == [3, 7, 12, 19]
+    for item in states:
+        assert_joined(item, first, other)

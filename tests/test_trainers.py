@@ -30,6 +30,7 @@ from layertap.trainers.export import Export
 from layertap.trainers.rows import open_rows
 from tests.models import saved, tiny_hybrid, tiny_llama
 from tests.runs import LAYERS, plain_states, run_lane, save_rows, settings_for, some_rows
+from tests.stored import with_huge_masks
 
 ROWS = some_rows(24)
 ROWS[5]["loss_mask"] = [k % 2 for k in range(len(ROWS[5]["input_ids"]))]  # never two in succession
@@ -149,6 +150,20 @@ def test_rows_are_judged_as_specforge_will_have_cut_them(plain_root: str, tmp_pa
     out = export_to(plain_root, tmp_path / "out", "specforge", algorithm="dflash", seq_length=cut)
     files = [torch.load(path, weights_only=True) for path in sorted(out.rglob("*.ckpt"))]
     assert [file["input_ids"].tolist() for file in files] == [row["input_ids"] for row in taken]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [("speculators", {"tokens_only": True}), ("specforge", {"algorithm": "dflash"})],
+)
+def test_masks_of_more_than_2_31_tokens(
+    plain_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: str, options: dict[str, Any]
+) -> None:
+    expected = export_to(plain_root, tmp_path / "small", trainer, **options)
+    with_huge_masks(monkeypatch, reason="refused")
+    found = export_to(plain_root, tmp_path / "large", trainer, **options)
+    for path in filter(Path.is_file, expected.rglob("*")):
+        assert (found / path.relative_to(expected)).read_bytes() == path.read_bytes(), path
 
 
 def test_modelopt_files(root: str, model: Any, tmp_path: Path) -> None:

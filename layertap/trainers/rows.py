@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -97,11 +98,17 @@ class TrainerRows:
 
     def has_pair(self, max_tokens: int) -> NDArray[np.bool_]:
         """[len(self)] whether two in succession of a row's first `max_tokens` tokens are supervised."""
-        masks = Versions(self.states.store).rows(self.states.version, ["loss_mask"])["loss_mask"]
-        masks = masks.take(self.states.rows[self.chosen])
+        masks: Any = self.lines(["loss_mask"])["loss_mask"]
         per_chunk = [_pairs(chunk, max_tokens) for chunk in masks.chunks]
         has_two = np.minimum(self.num_tokens, max_tokens) > 1  # for rows without a mask
         return np.where(masks.is_valid(), np.concatenate([np.empty(0, np.bool_), *per_chunk]), has_two)
+
+    def lines(self, columns: list[str]) -> pa.Table:
+        """[len(self)] what the version's table says of each row."""
+        table = Versions(self.states.store).rows(self.states.version, columns)
+        is_chosen = np.zeros(len(table), np.bool_)
+        is_chosen[self.states.rows[self.chosen]] = True
+        return table.filter(is_chosen)  # `take` makes one chunk of masks, and that holds 2^31 values at most
 
     def __len__(self) -> int:
         return len(self.chosen)

@@ -30,10 +30,8 @@ SCHEMA = pa.schema(
 def write_tokens(rows: TrainerRows, path: Path) -> None:
     """Write an Arrow stream of `input_ids`, `loss_mask` and `seq_len`, a line for each row."""
     tokens = _tokens_by_key(rows.states)
-    table = Versions(rows.states.store).rows(rows.states.version, ["extraction_key", "loss_mask"])
-    table = table.take(rows.states.rows[rows.chosen])
     with pa.ipc.new_stream(str(path), SCHEMA) as writer:
-        for batch in table.to_batches(max_chunksize=BATCH_ROWS):
+        for batch in rows.lines(["extraction_key", "loss_mask"]).to_batches(max_chunksize=BATCH_ROWS):
             writer.write_batch(_batch(batch, tokens))
 
 
