@@ -83,10 +83,13 @@ class Checkpoint:
         found = [prefix for prefix, numbers in layers.items() if numbers >= own]
         return min(found, key=lambda prefix: (layers[prefix] != own, len(prefix)), default="")
 
-    def head(self, name: str) -> StoredTensor | None:
-        """The output head: its module's name in the model, or that name below a wrapper's prefix."""
-        found = [key for key in self._tensors if key == name or key.endswith(f".{name}")]
-        return self._tensors[min(found, key=len)] if found else None
+    def head(self, name: str, decoder_prefix: str) -> StoredTensor | None:
+        """The output head: its module's name in the model, or that name below a wrapper's prefix.
+
+        A head beside it, for multi-token prediction, lies below a prefix that isn't the decoder's.
+        """
+        prefixes = ["", *(decoder_prefix[: dot.end()] for dot in re.finditer(r"\.", decoder_prefix))]
+        return next((self._tensors[p + name] for p in prefixes if p + name in self._tensors), None)
 
 
 def _tensors_of(file: Path) -> list[StoredTensor]:

@@ -144,9 +144,10 @@ def _find_parts(target: Target, folder: Path) -> tuple[dict[str, StoredTensor], 
         "embed_tokens": checkpoint.get(f"{prefix}{embedding_name(backbone)}.weight"),
         "final_norm": checkpoint.get(f"{prefix}{backbone.norm_name}.weight"),
     }
-    if not config.get_text_config().tie_word_embeddings:
-        names = [f"{name}.weight" for name in head_names(model)]
-        found["lm_head"] = checkpoint.head(names[0]) if names else None
+    names = head_names(model)
+    head = checkpoint.head(f"{names[0]}.weight", prefix) if names else None
+    if head or not _is_tied(config):
+        found["lm_head"] = head
     missing = {part: "the checkpoint has no such tensor" for part, tensor in found.items() if tensor is None}
     missing |= {
         part: f"{tensor.name} is quantised ({tensor.dtype})"
@@ -157,6 +158,12 @@ def _find_parts(target: Target, folder: Path) -> tuple[dict[str, StoredTensor], 
     if "embed_tokens" in parts:
         _check_embedding(target, parts["embed_tokens"])
     return parts, missing
+
+
+def _is_tied(config: Any) -> bool:
+    """Whether a head that the checkpoint lacks is the embedding: a wrapper or its text part says so."""
+    configs = (config, config.get_text_config())
+    return any(getattr(each, "tie_word_embeddings", False) for each in configs)
 
 
 def _check_embedding(target: Target, tensor: StoredTensor) -> None:

@@ -1,11 +1,13 @@
 """A multimodal wrapper as the target: its text model is what is tapped, with its own weights and sizes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -21,7 +23,7 @@ from layertap.errors import TargetError
 from layertap.spec import ExtractionSpec
 from layertap.store import Store
 from layertap.target import Target
-from layertap.target_files import TargetFiles
+from layertap.target_files import TargetFiles, store_target
 from layertap.target_info import inspect_target
 from tests.models import DEVICE, VOCAB_SIZE, saved, tiny_hybrid
 from tests.runs import LAYERS, run_lane, save_rows, settings_for, some_rows
@@ -122,6 +124,58 @@ def test_a_run_on_a_wrapper_stores_the_text_model_s_states_and_side_data(
     files = TargetFiles(folder_store)
     assert torch.equal(files.weight("embed_tokens"), wrapper.get_input_embeddings().weight.cpu())
     assert torch.equal(files.weight("lm_head"), wrapper.lm_head.weight.cpu())
+
+
+def with_configs(source: Path, *, wrapper: bool, text: bool | None) -> None:
+    """Change what a saved wrapper and its text part say of tied embeddings; None: nothing."""
+    config = json.loads((source / "config.json").read_text())
+    config["tie_word_embeddings"] = wrapper
+    config["text_config"].pop("tie_word_embeddings", None)
+    if text is not None:
+        config["text_config"]["tie_word_embeddings"] = text
+    (source / "config.json").write_text(json.dumps(config))
+
+
+def with_head(source: Path, head: Tensor | None) -> None:
+    """Give a saved checkpoint a head of its own, or none, and one for multi-token prediction."""
+    weights = load_file(source / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    weights["mtp.lm_head.weight"] = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
+    if head is not None:
+        weights["lm_head.weight"] = head
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+
+
+def side_data(store: Store, source: Path) -> TargetFiles:
+    info = inspect_target(str(source))
+    spec = ExtractionSpec(target_identity=info.identity, layer_ids=(0, 2))
+    store_target(store, Target.load(str(source), spec=spec, device=DEVICE))
+    return TargetFiles(store)
+
+
+@pytest.mark.parametrize("make", [tiny_qwen, tiny_gemma])
+@pytest.mark.parametrize(("wrapper", "text"), [(False, True), (True, None), (True, False)])
+def test_a_head_of_the_checkpoint_is_the_head_whatever_its_configs_say(
+    folder_store: Store, tmp_path: Path, make: Any, wrapper: bool, text: bool | None
+) -> None:
+    source, head = Path(saved(make(), tmp_path / "target")), torch.randn(VOCAB_SIZE, HIDDEN_SIZE)
+    with_head(source, head)
+    with_configs(source, wrapper=wrapper, text=text)
+    assert torch.equal(side_data(folder_store, source).weight("lm_head"), head)
+
+
+@pytest.mark.parametrize("make", [tiny_qwen, tiny_gemma])
+@pytest.mark.parametrize(("wrapper", "text"), [(False, True), (True, None), (True, False)])
+def test_without_one_it_is_the_embedding_if_either_config_says_so(
+    folder_store: Store, tmp_path: Path, make: Any, wrapper: bool, text: bool | None
+) -> None:
+    model = make()
+    source = Path(saved(model, tmp_path / "target"))
+    with_head(source, None)
+    with_configs(source, wrapper=wrapper, text=text)
+    files = side_data(folder_store, source)
+    assert files.record.tensors["lm_head"] == {"tied_to": "embed_tokens"}
+    assert torch.equal(files.weight("lm_head"), model.get_input_embeddings().weight.cpu())
 
 
 def test_a_wrapper_that_transformers_knows_no_text_model_of_is_refused(tmp_path: Path) -> None:
