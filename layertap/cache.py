@@ -40,7 +40,8 @@ class DiskCache:
         self.max_bytes = max_bytes
         self._is_full = False
         (self.folder / group).mkdir(parents=True, exist_ok=True)
-        self._make_room(0)
+        with self._locked() as total:
+            _write_total(total, self._evict(0))
 
     def find(self, name: str) -> Path | None:
         """The file of that name, marked as read just now; it may be gone at any time."""
@@ -54,12 +55,14 @@ class DiskCache:
     def put(self, name: str, data: Buffer) -> None:
         """Keep a file if there is room; others see all of it or nothing."""
         path = self.folder / self.group / name
-        if self._is_full or path.exists() or not self._make_room(len(data)):
+        if self._is_full or path.exists():
             return
         staged = path.with_name(f".{name}.{secrets.token_hex(4)}")
         try:
-            staged.write_bytes(data)
-            staged.rename(path)
+            if self._reserve(staged, len(data)):
+                with staged.open("r+b") as file:
+                    file.write(data)
+                staged.rename(path)
         except OSError as error:
             staged.unlink(missing_ok=True)
             self._is_full = True
@@ -69,14 +72,21 @@ class DiskCache:
         """Forget a file that turned out damaged."""
         (self.folder / self.group / name).unlink(missing_ok=True)
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Count `nbytes` more as used, if need be in place of others; False if that is not to be had."""
+    def _reserve(self, staged: Path, nbytes: int) -> bool:
+        """Make a file of that size, if need be in place of others; False if there is no room.
+
+        It has its size before others count what lies there.
+        """
         with self._locked() as total:
             used = int(os.pread(total, 20, 0) or 0)
-            if used + nbytes > self.max_bytes or not nbytes:
+            if used + nbytes > self.max_bytes:
                 used = self._evict(nbytes)
             self._is_full = used + nbytes > self.max_bytes
-            os.pwrite(total, b"%020d" % (used if self._is_full else used + nbytes), 0)
+            if not self._is_full:
+                with staged.open("xb") as file:
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
+                used += nbytes
+            _write_total(total, used)
         return not self._is_full
 
     def _evict(self, nbytes: int) -> int:
@@ -87,8 +97,9 @@ class DiskCache:
             is_own = path.parent.name == self.group
             if used <= self.max_bytes and (is_own or used + nbytes <= self.max_bytes):
                 break
-            path.unlink(missing_ok=True)
-            used -= stat.st_size
+            if not path.name.startswith("."):  # its writer is at it
+                path.unlink(missing_ok=True)
+                used -= stat.st_size
         return used
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
@@ -113,6 +124,10 @@ class DiskCache:
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopen, (self.folder, self.group, self.max_bytes))
+
+
+def _write_total(total: int, nbytes: int) -> None:
+    os.pwrite(total, b"%020d" % nbytes, 0)
 
 
 def _reopen(folder: Path, group: str, max_bytes: int) -> DiskCache:

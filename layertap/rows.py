@@ -200,15 +200,18 @@ class StoredRows:
         return self._from_cache(i) or self._read_span([i])
 
     def _from_cache(self, i: int) -> list[Tensor] | None:
-        """The row as the cache has it; a damaged file there is forgotten."""
+        """The row as the cache has it; a file there that is damaged or cut off is forgotten."""
         path = self.cache.find(self._name(i)) if self.cache else None
         if path is None or self.cache is None:
             return None
         try:
             data = _load_file(path, 0, int(self.places.nbytes[i]))
-        except (FileNotFoundError, IntegrityError):
+            damage = self._damage(i, data)
+        except FileNotFoundError:
             return None
-        if self._damage(i, data):
+        except IntegrityError as error:
+            damage = str(error)
+        if damage:
             self.cache.drop(self._name(i))
             return None
         return [data]
