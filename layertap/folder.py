@@ -24,7 +24,7 @@ def create_file(root: Path, target: Path, data: Buffer) -> None:
     staged = target.with_name(f"{target.name}#{secrets.randbits(63)}")
     try:
         staged.write_bytes(data)
-        _sync(staged)
+        sync(staged)
         os.link(staged, target)
     finally:
         staged.unlink(missing_ok=True)
@@ -33,7 +33,7 @@ def create_file(root: Path, target: Path, data: Buffer) -> None:
 
 def make_durable(root: Path, target: Path) -> None:
     """Let a file survive a loss of power, and the names of the folders above it."""
-    _sync(target)
+    sync(target)
     _sync_folders(root, target)
 
 
@@ -48,12 +48,13 @@ def temporary_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _sync_folders(root: Path, target: Path) -> None:
     for folder in target.parents:
-        _sync(folder)
+        sync(folder)
         if folder == root:
             return
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Let the bytes of a file, or the names in a folder, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

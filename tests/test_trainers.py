@@ -4,6 +4,7 @@ The trainers' own readers are in tests/contracts, which `make contracts` runs.
 """
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Mapping
@@ -270,6 +271,40 @@ def test_a_killed_export_goes_on_with_what_is_missing(
     for path in filter(Path.is_file, whole.rglob("*")):
         assert (out / path.relative_to(whole)).read_bytes() == path.read_bytes(), path
     assert not list(out.rglob("*.part"))
+
+
+def test_an_export_killed_at_its_first_write_goes_on(
+    plain_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        raise Killed
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(Killed):
+        export_to(plain_root, tmp_path / "out", "modelopt")
+    monkeypatch.setattr(Path, "replace", replace)
+    export_to(plain_root, tmp_path / "out", "modelopt")
+    assert not list((tmp_path / "out").rglob("*.part"))
+
+
+def test_a_file_has_its_name_when_a_loss_of_power_can_t_empty_it(
+    plain_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync, replace = set[int](), os.fsync, Path.replace
+
+    def noted(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(self: Path, target: Path) -> Path:
+        assert self.stat().st_ino in synced, self
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "replace", checked)
+    export_to(plain_root, tmp_path / "out", "modelopt")
 
 
 def test_an_export_says_what_it_writes(plain_root: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from layertap.errors import InputError
+from layertap.folder import sync
 from layertap.target_files import TargetFiles
 from layertap.trainers.layouts import Layout, OutFile, write_json
 from layertap.trainers.rows import TrainerRows
@@ -109,6 +110,7 @@ class Export:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
         self.layout.write(self.rows, file, part)
+        sync(part)  # or after a loss of power an empty file would have its name
         part.replace(path)
         return file
 
@@ -117,7 +119,8 @@ def _refuse_other(folder: Path, settings: dict[str, Any]) -> None:
     """A folder is new, empty, or of the same export."""
     record = folder / RECORD
     if not record.exists():
-        if folder.exists() and any(folder.iterdir()):
+        begun = folder / f"{RECORD}.part"  # all that a kill at the first write leaves
+        if folder.exists() and any(path != begun for path in folder.iterdir()):
             raise InputError(f"{folder} isn't empty and holds no export: name another folder")
         return
     there = json.loads(record.read_text())

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from layertap.folder import sync
 from layertap.trainers.rows import Needs, TrainerRow, TrainerRows
 from layertap.trainers.tokens import save_dataset_metadata, write_tokens
 
@@ -205,4 +206,5 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a small file whole."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(values, indent=2))
+    sync(part)
     part.replace(path)
