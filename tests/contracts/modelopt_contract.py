@@ -13,7 +13,7 @@ from layertap.trainers.modelopt import LayertapDataset
 from tests.contracts.plain import Plain, assert_same_training
 
 
-def dumped(plain: Plain) -> list[str]:
+def exported(plain: Plain) -> list[str]:
     """As its examples list them."""
     return sorted(str(path) for path in Path(plain.folder / "modelopt").glob("**/*.pt"))
 
@@ -37,13 +37,13 @@ def test_the_dataset_reads_the_root(plain: Plain) -> None:
 
 
 def test_exported_files_are_read(plain: Plain) -> None:
-    assert_dataset(plain, OfflineSupervisedDataset(dumped(plain), answer_only_loss=True))
+    assert_dataset(plain, OfflineSupervisedDataset(exported(plain), answer_only_loss=True))
 
 
 @pytest.mark.parametrize("answer_only_loss", [True, False])
 def test_samples_and_batches_of_a_root_are_those_of_its_files(plain: Plain, answer_only_loss: bool) -> None:
     mine = LayertapDataset(plain.root, answer_only_loss=answer_only_loss)
-    theirs = OfflineSupervisedDataset(dumped(plain), answer_only_loss=answer_only_loss)
+    theirs = OfflineSupervisedDataset(exported(plain), answer_only_loss=answer_only_loss)
     collate = EagleOfflineDataCollator(train_len=48)
     for i in range(0, len(plain), 8):
         pair = [collate([dataset[k] for k in range(i, i + 8)]) for dataset in (mine, theirs)]
@@ -57,6 +57,17 @@ def test_samples_and_batches_of_a_root_are_those_of_its_files(plain: Plain, answ
 def test_its_fake_base_loads_from_the_root(plain: Plain) -> None:
     base = FakeBaseModel.from_source(plain.target)
     assert base.lm_head.weight.shape == base.embed_tokens.weight.shape == (512, 64)
+
+
+def dumped(plain: Plain, folder: Path) -> list[str]:
+    """Plain forward passes in the layout of its examples' dumper, which isn't in the package."""
+    folder.mkdir()
+    files = [str(folder / f"{i:02d}.pt") for i in range(len(plain))]
+    for i, file in enumerate(files):
+        row = plain.row(i)
+        values = {"aux_hidden_states": row["layers"], "hidden_states": row["post_norm"]}
+        torch.save({name: row[name] for name in ("input_ids", "loss_mask")} | values, file)
+    return files
 
 
 def losses(plain: Plain, dataset: OfflineSupervisedDataset | LayertapDataset, output: Path) -> list[float]:
@@ -97,8 +108,8 @@ def losses(plain: Plain, dataset: OfflineSupervisedDataset | LayertapDataset, ou
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_training_on_the_root_is_training_on_its_own_files(plain: Plain, tmp_path: Path) -> None:
+def test_training_on_the_root_is_training_on_plain_states(plain: Plain, tmp_path: Path) -> None:
     from_root = losses(plain, LayertapDataset(plain.root, answer_only_loss=True), tmp_path)
-    files = OfflineSupervisedDataset(dumped(plain), answer_only_loss=True)
+    files = OfflineSupervisedDataset(dumped(plain, tmp_path / "dumped"), answer_only_loss=True)
     from_files = losses(plain, files, tmp_path)
     assert_same_training(from_root, from_files)

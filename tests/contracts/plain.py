@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 ROOTS = Path(os.environ.get("CONTRACT_ROOTS", "build/contracts/roots"))
 MODELS = ("llama", "hybrid")
+COLUMNS = ("input_ids", "loss_mask", "layers", "pre_norm", "post_norm")
 
 TOLERANCE = 1e-3
 """Noise of float32 in other shapes; the next layer, or the other norm, differs by about 1."""
@@ -28,7 +29,11 @@ class Plain:
         self._tensors = load_file(self.folder / "plain.safetensors")
 
     def __len__(self) -> int:
-        return len(self._tensors) // 5
+        return len(self._tensors) // len(COLUMNS)
+
+    def row(self, i: int) -> dict[str, torch.Tensor]:
+        """`input_ids` and `loss_mask` [T], `layers` [T, L * H], `pre_norm` and `post_norm` [T, H]."""
+        return {name: self._tensors[f"{i}/{name}"] for name in COLUMNS}
 
     def loss_mask(self, i: int) -> torch.Tensor:
         """[T] of a row."""
@@ -50,7 +55,7 @@ class Plain:
 
 
 def assert_same_training(from_root: Sequence[float], from_files: Sequence[float]) -> None:
-    """Losses of twenty steps on a root are finite, fall, and are those on the trainer's own files."""
+    """Losses of twenty steps on a root are finite, fall, and are those on files of plain forward passes."""
     assert len(from_root) == len(from_files) == 20 and all(map(math.isfinite, from_root))
     assert sum(from_root[-5:]) < sum(from_root[:5])
     assert max(abs(a - b) for a, b in zip(from_root, from_files, strict=True)) < LOSS_TOLERANCE

@@ -148,6 +148,17 @@ def dflash(plain: Plain) -> OnlineDFlashModel:
     )
 
 
+def dumped(plain: Plain, folder: Path) -> str:
+    """Plain forward passes in the layout of its prepare_hidden_states.py, which isn't in the package."""
+    folder.mkdir()
+    for i in range(len(plain)):
+        row = plain.row(i)
+        tensors = {name: row[name] for name in ("input_ids", "loss_mask")}
+        if has_consecutive_supervised_tokens(row["loss_mask"]):  # it stops at any other row
+            torch.save({**tensors, "hidden_states": row["layers"][None]}, folder / f"data_{i:02d}.ckpt")
+    return str(folder)
+
+
 def losses(plain: Plain, build: Any, output: Path, **source: Any) -> list[float]:
     """Twenty steps of its own trainer."""
     found: list[float] = []
@@ -171,12 +182,12 @@ def losses(plain: Plain, build: Any, output: Path, **source: Any) -> list[float]
     return found
 
 
-def test_its_trainer_learns_from_the_root_what_it_learns_from_files(
+def test_its_trainer_learns_from_the_root_what_it_learns_from_plain_states(
     plain: Plain, tmp_path: Path, single_process: None
 ) -> None:
     store = LayertapFeatureStore(plain.root, algorithm="dflash")
     refs = store.refs(max_len=MAX_LEN)
     from_root = losses(plain, build_disagg_offline_runtime, tmp_path / "root", feature_store=store, refs=refs)
-    folder = str(plain.folder / "specforge-dflash")
+    folder = dumped(plain, tmp_path / "dumped")
     from_files = losses(plain, build_offline_runtime, tmp_path / "files", hidden_states_path=folder)
     assert_same_training(from_root, from_files)

@@ -2,11 +2,14 @@
 
 import argparse
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from hs_connectors import HiddenStatesBackend
+from safetensors.torch import save_file
 from speculators.data_generation.offline import check_hidden_states
 from speculators.models.dflash import DFlashDraftModel
 from speculators.models.utils import resolve_verifier_norm_class
@@ -106,6 +109,21 @@ def test_its_norm_of_the_state_is_the_target_s(plain: Plain) -> None:
             plain.assert_row(i, {"post_norm": norm(transfer_of(plain).get_cached(i)["hidden_states"][:, -1])})
 
 
+def dumped(plain: Plain, folder: Path) -> str:
+    """Plain forward passes in the layout of its prepare_data.py and of vLLM's connector, which isn't here."""
+    rows = [plain.row(i) for i in range(len(plain))]
+    columns = {name: [row[name].tolist() for row in rows] for name in ("input_ids", "loss_mask")}
+    data = Dataset.from_dict({**columns, "seq_len": [len(ids) for ids in columns["input_ids"]]})
+    data.set_format("torch")
+    data.save_to_disk(folder)
+    (folder / "hidden_states").mkdir()
+    for i, row in enumerate(rows):
+        states = torch.cat([row["layers"], row["pre_norm"]], dim=1).unflatten(1, (len(LAYER_IDS) + 1, -1))
+        tensors = {"hidden_states": states, "token_ids": row["input_ids"]}
+        save_file(tensors, folder / "hidden_states" / f"hs_{i}.safetensors")
+    return str(folder)
+
+
 def losses(plain: Plain, data: str, transfer: LayertapTransfer | None) -> list[float]:
     """Twenty steps of its DFlash over its loader; its Trainer itself wants an accelerator."""
     torch.manual_seed(0)
@@ -152,7 +170,7 @@ def losses(plain: Plain, data: str, transfer: LayertapTransfer | None) -> list[f
     return found[:20]
 
 
-def test_training_on_the_root_is_training_on_its_own_files(plain: Plain) -> None:
+def test_training_on_the_root_is_training_on_plain_states(plain: Plain, tmp_path: Path) -> None:
     from_root = losses(plain, str(plain.folder / "speculators-tokens"), transfer_of(plain))
-    from_files = losses(plain, str(plain.folder / "speculators"), None)
+    from_files = losses(plain, dumped(plain, tmp_path / "dumped"), None)
     assert_same_training(from_root, from_files)
