@@ -1,6 +1,7 @@
 """What a root on a folder needs beyond obstore: files that outlive a loss of power, unfinished ones found."""
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -9,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layertap.checksums import Buffer
+
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Answers of file systems without hard links, such as FAT and some network ones."""
 
 TEMPORARY = re.compile(r".+#\d+")
 """Names of files, never listed, that obstore and this module write before they have their own."""
@@ -25,10 +29,23 @@ def create_file(root: Path, target: Path, data: Buffer) -> None:
     try:
         staged.write_bytes(data)
         sync(staged)
-        os.link(staged, target)
+        _link(staged, target)
     finally:
         staged.unlink(missing_ok=True)
     _sync_folders(root, target)
+
+
+def _link(staged: Path, target: Path) -> None:
+    try:
+        os.link(staged, target)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        raise PermissionError(
+            error.errno,
+            "Operation not permitted: there are no hard links, by which a record is created once; "
+            "give the root a folder on another file system",
+        ) from error
 
 
 def make_durable(root: Path, target: Path) -> None:

@@ -83,6 +83,9 @@ def find_garbage(store: Store, *, older_than: timedelta = timedelta(hours=24)) -
     for found in store.temporary_files():
         if found.modified_at < before and OWN.match(found.path):
             garbage.add(found, "left by a writer that died")
+    for found in store.list("check"):
+        if found.modified_at < before:
+            garbage.add(found, "left by a check that died")
     _add_uploads(garbage, before)
     return garbage
 

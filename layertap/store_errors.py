@@ -45,6 +45,7 @@ REFUSED_PHRASES = (
     "Disk quota exceeded",
     "No space left on device",
     "Not a directory",
+    "Operation not permitted",
     "Permission denied",
     "Read-only file system",
     "507 Insufficient Storage",

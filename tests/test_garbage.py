@@ -153,29 +153,6 @@ def test_a_table_whose_record_is_about_to_be_written_stays(
     verify_root(store, num_rows=None).check()
 
 
-def test_temporary_files_of_killed_writers_are_found(folder_store: Store) -> None:
-    new_catalog(folder_store)
-    left = folder_store.local_path("plans/p/data/00000/a/batch-00000.safetensors")
-    assert left is not None
-    left.parent.mkdir(parents=True)
-    left.with_name("batch-00000.safetensors#17").write_bytes(b"half")
-    garbage = find_garbage(folder_store, older_than=NOW)
-    assert list(garbage.reasons) == ["plans/p/data/00000/a/batch-00000.safetensors#17"]
-    garbage.delete()
-    assert not find_garbage(folder_store, older_than=NOW).reasons
-
-
-def test_files_of_the_user_s_own_are_never_garbage(folder_store: Store) -> None:
-    """Whatever they are called."""
-    new_catalog(folder_store)
-    for name in ("notes#3", "sub/draft#1", "plans#2", "layertap.json.bak#1"):
-        path = folder_store.local_path(name)
-        assert path is not None
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"mine")
-    assert not find_garbage(folder_store, older_than=NOW).reasons
-
-
 class Ahead(datetime):
     """The clock of a host that is wrong by two hours."""
 
