@@ -170,7 +170,7 @@ def _of_vllm(answer: Any, input_ids: Sequence[int]) -> PromptLogprobs:
         _check_length(found, input_ids)
         top1 = [next(int(k) for k, v in by_id.items() if v["rank"] == 1) for by_id in found[1:]]
         own = [by_id[str(k)]["logprob"] for by_id, k in zip(found[1:], input_ids[1:], strict=True)]
-        return PromptLogprobs(top1=np.array(top1, np.int64), logprobs=np.array(own, np.float64))
+        return PromptLogprobs(top1=np.array(top1, np.int64), logprobs=_numbers(own))
     except OF_OTHER_FORM as error:
         raise EndpointError(f"prompt_logprobs of another form: {str(found)[:MAX_SHOWN]}") from error
 
@@ -182,10 +182,10 @@ def _of_sglang(answer: Any, input_ids: Sequence[int]) -> PromptLogprobs:
         _check_length(own, input_ids)
         if [entry[1] for entry in own] != list(input_ids):
             raise EndpointError("the server's prompt isn't the row: it holds other token ids")
-        return PromptLogprobs(
-            top1=np.array([entries[0][1] for entries in best[1:]], np.int64),
-            logprobs=np.array([entry[0] for entry in own[1:]], np.float64),
-        )
+        pairs = list(zip(own, best, strict=True))[1:]
+        top1 = [entries[0][1] for _, entries in pairs]
+        logprobs = _numbers([entry[0] for entry, _ in pairs])
+        return PromptLogprobs(top1=np.array(top1, np.int64), logprobs=logprobs)
     except OF_OTHER_FORM as error:
         raise EndpointError(f"/generate answers in another form: {str(answer)[:MAX_SHOWN]}") from error
 
@@ -197,3 +197,11 @@ def _check_length(found: Any, input_ids: Sequence[int]) -> None:
             "drops some (a template, a token for the beginning of a text), so its states can't be the stored "
             "ones"
         )
+
+
+def _numbers(logprobs: Sequence[Any]) -> NDArray[np.float64]:
+    """As an array; numpy would take a null for NaN, and the check would record it."""
+    found = np.array([float(value) for value in logprobs])
+    if not np.isfinite(found).all():
+        raise ValueError("a log probability isn't finite")
+    return found

@@ -192,6 +192,39 @@ def test_servers_that_cannot_be_asked_are_named(llama_root: Store, llama: Any):
         check_served(llama_root, address)
 
 
+class _Short(ModelServer):
+    def _generated(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._generated(body)
+        del answer["meta_info"]["input_top_logprobs"][-1]
+        return answer
+
+
+class _WithNull(ModelServer):
+    def _generated(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._generated(body)
+        answer["meta_info"]["input_token_logprobs"][-1][0] = None
+        return answer
+
+    def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._completion(body)
+        for by_id in answer["choices"][0].get("prompt_logprobs", [])[-1:]:
+            by_id.update((k, {**v, "logprob": None}) for k, v in list(by_id.items()))
+        return answer
+
+
+@pytest.mark.parametrize(("server", "api"), [(_Short, "sglang"), (_WithNull, "sglang"), (_WithNull, "vllm")])
+def test_an_answer_that_lacks_something_is_refused_and_not_recorded(
+    llama_root: Store, llama: Any, server: Any, api: str
+):
+    before = latest(llama_root, 1)
+    with (
+        serving(server(model=llama, api=api)) as address,
+        pytest.raises(EndpointError, match="in another form|of another form"),
+    ):
+        check_served(llama_root, address)
+    assert latest(llama_root, 1) == before
+
+
 @pytest.mark.parametrize(
     "config", [{"logit_scale": 0.06}, {"text_config": {"final_logit_softcapping": 30.0}, "logit_scale": 1}]
 )
