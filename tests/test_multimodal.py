@@ -139,7 +139,10 @@ def with_configs(source: Path, *, wrapper: bool, text: bool | None) -> None:
 def with_head(source: Path, head: Tensor | None) -> None:
     """Give a saved checkpoint a head of its own, or none, and one for multi-token prediction."""
     weights = load_file(source / "model.safetensors")
-    weights.pop("lm_head.weight", None)
+    for name in [
+        name for name in weights if name.endswith("lm_head.weight")
+    ]:  # saved under one name or another
+        del weights[name]
     weights["mtp.lm_head.weight"] = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
     if head is not None:
         weights["lm_head.weight"] = head
