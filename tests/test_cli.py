@@ -198,10 +198,10 @@ def test_status_says_in_one_sentence_that_the_store_does_not_answer(monkeypatch:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    result = invoke("status", "s3://bucket/root")
+    result = invoke("status", "s3://bucket/states")
     assert result.exit_code == 1
     (told,) = result.stderr.splitlines()
-    assert told.startswith("Error: the store doesn't answer: can't get s3://bucket/root/layertap.json: ")
+    assert told.startswith("Error: the store doesn't answer: can't get s3://bucket/states/layertap.json: ")
     assert told.endswith("and go on when it does: see that it is up and lets this host in, then ask again")
 
 
