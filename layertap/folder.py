@@ -54,6 +54,15 @@ def make_durable(root: Path, target: Path) -> None:
     _sync_folders(root, target)
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write a file that gets its name when it is whole and outlives a loss of power."""
+    part = path.with_name(f"{path.name}.part")
+    yield part
+    sync(part)  # or an empty file might have the name then
+    part.replace(path)
+
+
 def temporary_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Files that writers have begun and not named yet, or never will."""
     for path in root.rglob("*#*"):

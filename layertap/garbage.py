@@ -78,8 +78,9 @@ def find_garbage(store: Store, *, older_than: timedelta = timedelta(hours=24)) -
     """
     catalog, garbage = Catalog(store), Garbage(store=store)
     catalog.root()
-    before = store_time(store) - older_than
-    _add_tries(garbage, catalog, before)
+    now = store_time(store)
+    before = now - older_than
+    _add_tries(garbage, catalog, before, young=now - BEING_PUBLISHED)
     for found in store.temporary_files():
         if found.modified_at < before and OWN.match(found.path):
             garbage.add(found, "left by a writer that died")
@@ -117,10 +118,10 @@ class _Try:
         )
 
 
-def _add_tries(garbage: Garbage, catalog: Catalog, before: datetime) -> None:
+def _add_tries(garbage: Garbage, catalog: Catalog, before: datetime, *, young: datetime) -> None:
     tries = [t for plan_id in catalog.store.folders("plans") for t in _uncommitted(catalog, plan_id)]
     # what is named after the states: who publishes looks at them once more when a table stands
-    named = _named(catalog.store)
+    named = _named(catalog.store, young)
     idle = [t for t in tries if t.is_idle(named, before)]
     for t in idle:
         if t.state in HAS_ENDED:
@@ -153,10 +154,9 @@ def _uncommitted(catalog: Catalog, plan_id: str) -> list[_Try]:
     ]
 
 
-def _named(store: Store) -> set[str]:
+def _named(store: Store, young: datetime) -> set[str]:
     """Files that versions name, and tables that are about to become those of versions."""
-    versions, young = Versions(store), store_time(store) - BEING_PUBLISHED
-    named = set[str]()
+    versions, named = Versions(store), set[str]()
     for found in store.list("versions"):  # before the records, or one that gets its record now is missed
         if found.path.endswith(".parquet") and found.modified_at >= young:
             named |= _files_of(store, found.path)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from layertap.checkpoint import CHUNK_BYTES, Checkpoint, StoredTensor, embedding_name, head_names
 from layertap.errors import AlreadyExistsError, CatalogError, IntegrityError, NotFoundError, TargetError
+from layertap.folder import replacing
 from layertap.norms import FinalNorm, identify_norm
 from layertap.records import check_format, get_checked, known_fields, read_record, to_json
 from layertap.spec import FORMAT_VERSION
@@ -324,10 +325,9 @@ class TargetFiles:
         for name, written in self.record.files.items():
             path = folder / name
             if not path.exists():
-                part = path.with_name(f"{name}.part")
-                if not any(self._fetch(name, part) == written["checksum"] for _ in range(2)):
-                    raise self._damaged(name)
-                part.rename(path)
+                with replacing(path) as part:
+                    if not any(self._fetch(name, part) == written["checksum"] for _ in range(2)):
+                        raise self._damaged(name)
 
     def _fetch(self, name: str, path: Path) -> str:
         """Copy one file; returns its checksum."""

@@ -4,6 +4,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, tzinfo
 from functools import partial
 from itertools import count
@@ -113,6 +114,24 @@ def one_of_two_published(
     return catalog, first, second
 
 
+@contextmanager
+def before_the_record(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[pytest.MonkeyPatch], None]
+) -> Iterator[None]:
+    """Have something happen, by a patch of its own, just before a record is created."""
+    create = Store.create
+
+    def acts(self: Store, path: str, data: Buffer) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "create", create)
+            act(patch)
+        create(self, path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create", acts)
+        yield
+
+
 def test_a_version_published_while_old_ones_are_looked_for_stays(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,14 +160,7 @@ def test_a_table_whose_record_is_about_to_be_written_stays(
     publish(catalog, *second, parent=1)
     old = old_versions(store, num_kept=1)
     old.reasons[Versions(store).get(1).rows["path"]] = "its version goes too, and it is old enough"
-    create = Store.create
-
-    def prunes(self: Store, path: str, data: Buffer) -> None:
-        old.delete()
-        create(self, path, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "create", prunes)
+    with before_the_record(monkeypatch, lambda _: old.delete()):
         assert publish(catalog, *first, parent=2).number == 3
     verify_root(store, num_rows=None).check()
 
@@ -166,18 +178,13 @@ def test_ages_are_told_by_the_store_s_clock(
 ) -> None:
     """A table stays whose record is about to be written, by whatever clock of the host that prunes."""
     catalog, _, second = one_of_two_published(store, tmp_path)
-    create = Store.create
 
-    def prunes(self: Store, path: str, data: Buffer) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr("layertap.garbage.datetime", Ahead)
-            patch.setattr(Store, "create", create)
-            old_versions(store, num_kept=1).delete()
-            assert not find_garbage(store, older_than=timedelta(hours=1)).reasons
-        create(self, path, data)
+    def prune(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr("layertap.garbage.datetime", Ahead)
+        old_versions(store, num_kept=1).delete()
+        assert not find_garbage(store, older_than=timedelta(hours=1)).reasons
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "create", prunes)
+    with before_the_record(monkeypatch, prune):
         publish(catalog, *second, parent=1)
     verify_root(store, num_rows=None).check()
 
@@ -187,21 +194,18 @@ def test_who_slept_while_rows_of_a_version_were_withdrawn_hears_of_it(
 ) -> None:
     """For longer than the table of a version that is being published is spared."""
     catalog, _, second = one_of_two_published(folder_store, tmp_path)
-    create = Store.create
 
-    def sleeps(self: Store, path: str, data: Buffer) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(Store, "create", create)
-            patch.setattr("layertap.garbage.BEING_PUBLISHED", NOW)
-            for plan_id in catalog.plans():
-                catalog.void(plan_id, 0, reason="a test")
-            find_garbage(folder_store, older_than=NOW).delete()
-        create(self, path, data)
+    def withdraw(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr("layertap.garbage.BEING_PUBLISHED", NOW)
+        for plan_id in catalog.plans():
+            catalog.void(plan_id, 0, reason="a test")
+        find_garbage(folder_store, older_than=NOW).delete()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "create", sleeps)
-        with pytest.raises(CatalogError, match="was withdrawn while a version was made of it: start the run"):
-            publish(catalog, *second, parent=1)
+    with (
+        before_the_record(monkeypatch, withdraw),
+        pytest.raises(CatalogError, match="was withdrawn while a version was made of it: start the run"),
+    ):
+        publish(catalog, *second, parent=1)
 
 
 def test_uploads_that_nobody_ended_are_aborted_under_this_root_alone(s3_store: Store) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from layertap.errors import InputError
-from layertap.folder import sync
+from layertap.folder import replacing
 from layertap.target_files import TargetFiles
 from layertap.trainers.layouts import Layout, OutFile, write_json
 from layertap.trainers.rows import TrainerRows
@@ -108,10 +108,8 @@ class Export:
     def _write(self, file: OutFile) -> OutFile:
         path = self.folder / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.part")
-        self.layout.write(self.rows, file, part)
-        sync(part)  # or after a loss of power an empty file would have its name
-        part.replace(path)
+        with replacing(path) as part:
+            self.layout.write(self.rows, file, part)
         return file
 
 

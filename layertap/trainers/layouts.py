@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from layertap.folder import sync
+from layertap.folder import replacing
 from layertap.trainers.rows import Needs, TrainerRow, TrainerRows
 from layertap.trainers.tokens import save_dataset_metadata, write_tokens
 
@@ -204,7 +204,5 @@ class ModelOptFiles(RowFiles):
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a small file whole."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(values, indent=2))
-    sync(part)
-    part.replace(path)
+    with replacing(path) as part:
+        part.write_text(json.dumps(values, indent=2))
