@@ -181,6 +181,8 @@ class Watch:
             "shard": shard,
             "state": str(status.state),
             "lane": claim.get("lane", ""),
+            "tokens/s": "",
+            "ETA": "",
             "error": "",
             "claims": status.claim,
             "failures": status.num_failures,
@@ -188,8 +190,6 @@ class Watch:
             "rows done": record.num_rows if whole else claim.get("num_rows", 0),
             "tokens": record.num_tokens,
             "tokens done": record.num_tokens if whole else claim.get("num_tokens", 0),
-            "tokens/s": "",
-            "ETA": "",
         }
 
 
