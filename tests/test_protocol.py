@@ -339,7 +339,7 @@ def test_the_model_finds_commits_that_are_not_create_once() -> None:
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        pytest.param("layertap.garbage._named", lambda store: set(), id="gc ignores versions"),
+        pytest.param("layertap.garbage._named", lambda store, young: set(), id="gc ignores versions"),
         pytest.param(
             "layertap.versions.Versions._refuse_withdrawn",
             lambda self, places: None,
