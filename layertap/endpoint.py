@@ -5,6 +5,7 @@ tokens as text, from which an id can't be told for certain, so its `/generate` i
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.errors import EndpointError
+from layertap.errors import EndpointError, TooLongError
 
 Api = Literal["vllm", "sglang"]
 
@@ -24,6 +25,10 @@ API_KEY = "OPENAI_API_KEY"
 
 MAX_SHOWN = 300
 """Characters of a server's complaint that are shown."""
+
+TOO_LONG = re.compile("context|length|too long", re.IGNORECASE)
+"""How servers refuse a prompt that is too long. What they take may be less than the `max_model_len` that they
+tell: SGLang keeps a few tokens for itself, and fewer may fit into its cache."""
 
 OF_OTHER_FORM = (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration)
 """What reading an answer raises that isn't of the expected form."""
@@ -78,6 +83,7 @@ class Endpoint:
         """The model's log probabilities of a row's tokens.
 
         Raises:
+            TooLongError: the server takes no prompt as long as this.
             EndpointError: the server fails, or answers for other tokens or in another form.
         """
         if self._api is None:
@@ -141,9 +147,10 @@ class Endpoint:
         try:
             answer = self._client.request(method, path, json=body)
             if answer.is_error:
-                raise EndpointError(
-                    f"{self.address}{path} answers {answer.status_code}: {answer.text[:MAX_SHOWN]}"
-                )
+                said = answer.text[:MAX_SHOWN]
+                is_too_long = answer.status_code == httpx.codes.BAD_REQUEST and TOO_LONG.search(said)
+                kind = TooLongError if is_too_long else EndpointError
+                raise kind(f"{self.address}{path} answers {answer.status_code}: {said}")
             return answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise EndpointError(f"{self.address}{path} doesn't answer: {error}") from error

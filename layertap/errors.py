@@ -16,6 +16,7 @@
     │   └── FormatError        written by a newer format than this version reads
     ├── IntegrityError         bytes read back aren't the bytes that were written
     ├── EndpointError          a model server can't be asked
+    │   └── TooLongError       it takes no prompt as long as this row
     ├── FidelityError          stored states aren't those of the served model
     ├── DeviceError            this host's GPU isn't there for this lane alone, or has no room for it
     ├── HostError              this host lacks the memory or the disk that a lane takes
@@ -105,6 +106,10 @@ class IntegrityError(LayertapError):
 
 class EndpointError(LayertapError):
     """A model server doesn't answer, or not in a form that is understood."""
+
+
+class TooLongError(EndpointError):
+    """A model server takes no prompt as long as this row."""
 
 
 class FidelityError(LayertapError):

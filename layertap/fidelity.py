@@ -48,6 +48,13 @@ class Fidelity:
     """What had to be reached."""
 
     created_at: str
+
+    num_too_long: int = 0
+    """Rows left out because the server takes none as long."""
+
+    refusal: str = ""
+    """What the server said of the first of them."""
+
     format_version: str = FORMAT_VERSION
 
     @property
@@ -60,8 +67,14 @@ class Fidelity:
         return (
             f"{'passed' if self.passed else 'FAILED'}: top-1 agreement {self.agreement:.4f}, mean "
             f"|Δ logprob| {self.mean_abs_logprob_difference:.4f} on {self.num_tokens:,} tokens "
-            f"with {self.model}"
+            f"with {self.model}{self._left_out}"
         )
+
+    @property
+    def _left_out(self) -> str:
+        if not self.num_too_long:
+            return ""
+        return f"; rows left out as too long for the server: {self.num_too_long} ({self.refusal})"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

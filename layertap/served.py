@@ -7,7 +7,7 @@ template that the server would render otherwise can't show here, unless it chang
 Shapes: S supervised tokens, H hidden size, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layertap.catalog import Catalog
 from layertap.endpoint import Endpoint
-from layertap.errors import CatalogError, FidelityError, SpecError
+from layertap.errors import CatalogError, EndpointError, FidelityError, LayertapError, SpecError, TooLongError
 from layertap.fidelity import Fidelity, record
 from layertap.reader import HiddenStates
 from layertap.records import now
@@ -106,23 +106,20 @@ def check_served(
         endpoint: address of a server with vLLM's or SGLang's API.
         model: the served model's name; may be left out where the server has only one.
         num_rows: rows to look at, spread evenly over the version; asked about are those of them with a
-            supervised token.
+            supervised token. Those that are too long for the server are left out and counted.
         version: which version; by default the newest complete one.
 
     Raises:
         FidelityError: they agree on less than 95 % of the tokens; recorded all the same.
-        EndpointError: the server can't be asked.
+        EndpointError: the server can't be asked, or all the rows are too long for it.
         CatalogError, SpecError: the root can't be compared; says why.
     """
     states = HiddenStates(store, version=version)
     head = Head.of_root(states)
     with Endpoint(endpoint, model=model) as server:
-        compared = [_compare(head, server, row) for row in _spread(states, num_rows)]
+        compared, refusals = _compare_all(head, server, _spread(states, num_rows))
         if not compared:
-            raise CatalogError(
-                f"none of the {num_rows} rows of version {states.version.number} that were looked at has a "
-                "supervised token to compare: look at more with --rows"
-            )
+            raise _nothing_to_compare(states, num_rows, refusals)
         same, difference = (np.concatenate(parts) for parts in zip(*compared, strict=True))
         found = Fidelity(
             version=states.version.number,
@@ -135,11 +132,39 @@ def check_served(
             mean_abs_logprob_difference=float(difference.mean()),
             min_agreement=MIN_AGREEMENT,
             created_at=now(),
+            num_too_long=len(refusals),
+            refusal=refusals[0] if refusals else "",
         )
     record(store, found)
     if not found.passed:
         raise FidelityError(_suspects(found, states))
     return found
+
+
+def _compare_all(
+    head: Head, server: Endpoint, rows: Iterable[dict[str, Any]]
+) -> tuple[list[tuple[Any, Any]], list[str]]:
+    """What is found of each row, and what the server said to those that are too long for it."""
+    compared, refusals = list[tuple[Any, Any]](), list[str]()
+    for row in rows:
+        try:
+            compared.append(_compare(head, server, row))
+        except TooLongError as error:
+            refusals.append(str(error))
+    return compared, refusals
+
+
+def _nothing_to_compare(states: HiddenStates, num_rows: int, refusals: Sequence[str]) -> LayertapError:
+    if refusals:
+        return EndpointError(
+            f"the server takes none of the {len(refusals)} rows with a supervised token that were looked at, "
+            "for they are too long: look at more with --rows, or serve a longer context (vLLM's "
+            f"--max-model-len, SGLang's --context-length). {refusals[0]}"
+        )
+    return CatalogError(
+        f"none of the {num_rows} rows of version {states.version.number} that were looked at has a "
+        "supervised token to compare: look at more with --rows"
+    )
 
 
 def _compare(head: Head, server: Endpoint, row: dict[str, Any]) -> tuple[Any, Any]:

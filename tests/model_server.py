@@ -25,6 +25,9 @@ class ModelServer:
     prefix: Sequence[int] = ()
     """Tokens that the server puts before each prompt."""
 
+    context: int | None = None
+    """Tokens of a prompt and the one written after it, at most."""
+
     api_key: str | None = None
     asked: list[dict[str, Any]] = field(default_factory=list)
 
@@ -44,6 +47,16 @@ class ModelServer:
         if path == "/v1/completions":
             return self._completion(body)
         return self._generated(body) if path == "/generate" and self.api == "sglang" else None
+
+    def refusal(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """What the server says to a prompt that is too long, with status 400."""
+        num_tokens = len(body.get("prompt") or body.get("input_ids") or [])
+        if self.context is None or num_tokens < self.context:
+            return None
+        if self.api == "sglang":
+            return {"error": {"message": f"The input ({num_tokens}) is longer than the model's context"}}
+        said = f"This model's maximum context length is {self.context} tokens."
+        return {"error": {"message": said, "type": "BadRequestError", "code": 400}}
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "text": " x", "logprobs": None, "finish_reason": "length"}
@@ -90,6 +103,8 @@ def serving(server: ModelServer) -> Iterator[str]:
         def _say(self, body: dict[str, Any]) -> None:
             if server.api_key and self.headers.get("Authorization") != f"Bearer {server.api_key}":
                 status, said = 401, {"error": "Unauthorized"}
+            elif (refusal := server.refusal(body)) is not None:
+                status, said = 400, refusal
             else:
                 said = server.answer(self.path, body)
                 status = 404 if said is None else 200

@@ -141,6 +141,51 @@ def test_a_server_that_adds_tokens_is_told_from_the_prompt(llama_root: Store, ll
             check_served(llama_root, address)
 
 
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_rows_that_are_too_long_for_the_server_are_left_out_and_counted(
+    llama_root: Store, llama: Any, api: str
+):
+    """The first row is one of them."""
+    rows = some_rows(12)
+    fit = [row for row in rows if len(row["input_ids"]) < 41]
+    assert rows[0] not in fit
+    with serving(ModelServer(model=llama, api=api, context=41)) as address:
+        result = invoke("check-served", llama_root.uri, "--endpoint", address)
+    assert result.exit_code == 0, result.output
+    found = latest(llama_root, 1)
+    assert found is not None and (found.num_rows, found.num_too_long) == (len(fit), len(rows) - len(fit))
+    assert found.num_tokens == sum(sum(row["loss_mask"][1:]) for row in fit)
+    assert "; rows left out as too long for the server: 5 (http://127.0.0.1" in result.output
+    assert "context" in found.refusal and found.refusal in result.output
+
+
+def test_a_server_that_takes_no_row_is_refused_with_the_way_out(llama_root: Store, llama: Any):
+    before = latest(llama_root, 1)
+    with (
+        serving(ModelServer(model=llama, context=3)) as address,
+        pytest.raises(
+            EndpointError,
+            match=r"takes none of the 3 rows .* too long: look at more with --rows, or serve a longer context"
+            r" .*--max-model-len.* answers 400: .*maximum context length is 3 tokens",
+        ),
+    ):
+        check_served(llama_root, address, num_rows=3)
+    assert latest(llama_root, 1) == before
+
+
+def test_another_refusal_than_of_a_length_ends_the_check(llama_root: Store, llama: Any):
+    class OutOfVocabulary(ModelServer):
+        def refusal(self, body: dict[str, Any]) -> dict[str, Any] | None:
+            is_first = body.get("prompt") == some_rows(12)[0]["input_ids"]
+            return {"error": {"message": "Token id 99 is out of vocabulary"}} if is_first else None
+
+    with (
+        serving(OutOfVocabulary(model=llama)) as address,
+        pytest.raises(EndpointError, match=r"completions answers 400: .*out of vocabulary"),
+    ):
+        check_served(llama_root, address)
+
+
 def test_every_check_is_recorded_and_status_shows_the_newest(tmp_path: Path):
     model = tiny_llama()
     store = make_root(tmp_path, model)
