@@ -7,6 +7,8 @@ no table of one that is being published, names it.
 import re
 import secrets
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from io import BytesIO
@@ -32,6 +34,11 @@ UNREADABLE = (
     "version, and then remove this one with `layertap prune`"
 )
 
+DELETED_AT_ONCE = 1000
+"""As many as a request to S3 may name."""
+
+REQUESTS_AT_ONCE = 8
+
 LIFECYCLE_RULE = "let a lifecycle rule abort incomplete ones"
 
 
@@ -41,7 +48,7 @@ class Garbage:
 
     store: Store
     reasons: dict[str, str] = field(default_factory=dict)
-    """Path of an object -> why it may go, in the order in which it does."""
+    """Path of an object -> why it may go."""
 
     num_bytes: int = 0
     uploads: list[Upload] = field(default_factory=list)
@@ -60,13 +67,50 @@ class Garbage:
         self.num_bytes += found.size
 
     def delete(self) -> None:
-        """Delete all of it; uploads that the store refuses to abort are noted."""
-        self.store.delete(list(self.reasons))
+        """Delete all that the store lets go; uploads that it refuses to abort are noted.
+
+        Raises:
+            StoreRefusedError: objects can't be deleted; says how many, which is the first of them, and why.
+        """
+        refusals = self._delete_objects()
+        self._abort_uploads()
+        if refusals:
+            raise StoreRefusedError(
+                f"{len(refusals):,} of {len(self.reasons):,} objects can't be deleted, the first of them: "
+                f"{refusals[0]}. Mend that, and do the same again"
+            )
+
+    def _delete_objects(self) -> list[StoreRefusedError]:
+        records = [path for path in self.reasons if RECORD.fullmatch(path)]
+        others = [path for path in self.reasons if not RECORD.fullmatch(path)]
+        # a version whose table is gone would be damaged, a table without a version is only litter
+        return _delete(self.store, records) or _delete(self.store, others)
+
+    def _abort_uploads(self) -> None:
         for upload in self.uploads:
             try:
                 self.store.abort(upload)
             except StoreRefusedError as error:
                 self.notes.append(f"a multipart upload stays ({error}): {LIFECYCLE_RULE}")
+
+
+def _delete(store: Store, paths: Sequence[str]) -> list[StoreRefusedError]:
+    """Delete what the store lets go, and return why each of the others stays."""
+    chunks = [paths[k : k + DELETED_AT_ONCE] for k in range(0, len(paths), DELETED_AT_ONCE)]
+    return [refusal for chunk in chunks for refusal in _refused(store, chunk)]
+
+
+def _refused(store: Store, paths: Sequence[str]) -> list[StoreRefusedError]:
+    """As `_delete`, at first in a single request."""
+    try:
+        store.delete(paths)
+    except StoreRefusedError as error:
+        if len(paths) == 1:
+            return [error]
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:  # which of them it was the store needn't say
+            found = pool.map(lambda path: _refused(store, [path]), paths)
+            return [refusal for refusals in found for refusal in refusals]
+    return []
 
 
 def find_garbage(store: Store, *, older_than: timedelta = timedelta(hours=24)) -> Garbage:
@@ -220,8 +264,6 @@ def old_versions(store: Store, *, num_kept: int) -> Garbage:
                 garbage.add(found, "a check of an older version")
         elif found.path.endswith(".parquet") and found.path not in stays:
             garbage.add(found, "no version that stays names this table")
-    # records first: a version whose table is gone would be damaged, a table without a version is only litter
-    garbage.reasons = dict(sorted(garbage.reasons.items(), key=lambda item: not item[0].endswith(".json")))
     return garbage
 
 

@@ -3,7 +3,7 @@
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta, tzinfo
 from functools import partial
@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from layertap.catalog import Catalog
 from layertap.cli import main
 from layertap.dataset import Scan, TokenDataset
-from layertap.errors import CatalogError, IntegrityError
+from layertap.errors import CatalogError, IntegrityError, StoreRefusedError
 from layertap.fidelity import Fidelity
 from layertap.fidelity import record as record_check
 from layertap.garbage import find_garbage, old_versions
@@ -256,6 +256,59 @@ def test_an_object_goes_beside_an_upload_of_its_path_that_may_not_be_aborted(
     assert (list(left.reasons), [upload.path for upload in left.uploads]) == ([], [path])
     left.delete()
     assert not find_garbage(s3_store, older_than=NOW).uploads
+
+
+@contextmanager
+def kept(monkeypatch: pytest.MonkeyPatch, ending: str) -> Iterator[None]:
+    """Have the store refuse to delete what ends so, and all that stands behind it in the same request."""
+    delete = Store.delete
+
+    def refuses(self: Store, paths: Sequence[str]) -> None:
+        must_stay = [path for path in paths if path.endswith(ending)]
+        delete(self, paths[: paths.index(must_stay[0])] if must_stay else paths)
+        if must_stay:
+            raise StoreRefusedError(f"can't delete {must_stay[0]}: Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", refuses)
+        yield
+
+
+def test_all_goes_but_what_the_store_refuses_to_delete_and_that_is_named(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = new_catalog(folder_store)
+    plan = plan_for(*dataset_of(some_rows(20), tmp_path / "rows.parquet"), catalog)
+    for number in (1, 2):
+        write_attempt(catalog, claimed(catalog, plan, 0, number), attempt=f"dead-{number}")
+    write_attempt(catalog, claimed(catalog, plan, 1), attempt="idle")
+    catalog.void(plan.plan_id, 0, reason="a test")
+    num_found = len(find_garbage(folder_store, older_than=NOW).reasons)
+    monkeypatch.setattr("layertap.garbage.DELETED_AT_ONCE", 3)
+    command = ["gc", folder_store.uri, "--older-than", "0", "--delete"]
+    with kept(monkeypatch, "/batch-00001.safetensors"):
+        done = CliRunner().invoke(main, command)
+    stay = [f"plans/{plan.plan_id}/data/00000/dead-{k}/batch-00001.safetensors" for k in (1, 2)]
+    told = (
+        f"Error: 2 of {num_found} objects can't be deleted, the first of them: can't delete {stay[0]}: Perm"
+    )
+    assert num_found > 6 and list(find_garbage(folder_store, older_than=NOW).reasons) == stay
+    assert (done.exit_code, done.stderr[: len(told)]) == (1, told)
+    assert "deleted" not in done.stdout.splitlines() and "layertap void" in done.stdout
+    assert CliRunner().invoke(main, command).exit_code == 0
+    assert not find_garbage(folder_store, older_than=NOW).reasons
+
+
+def test_a_version_whose_record_must_stay_keeps_its_table(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, _, second = one_of_two_published(folder_store, tmp_path)
+    publish(catalog, *second, parent=1)
+    refused = pytest.raises(StoreRefusedError, match="1 of 2 objects can't be deleted")
+    with kept(monkeypatch, "versions/1.json"), refused:
+        old_versions(folder_store, num_kept=1).delete()
+    assert Versions(folder_store).numbers() == [1, 2]
+    verify_root(folder_store, num_rows=None).check()
 
 
 def test_temporary_files_may_get_their_name_while_they_are_listed(

@@ -23,6 +23,7 @@ from layertap.errors import (
     StoreError,
     StoreRefusedError,
 )
+from layertap.garbage import Garbage
 from layertap.object_server import ObjectServer
 from layertap.retries import PATIENT
 from layertap.s3 import Bucket
@@ -258,6 +259,16 @@ def test_objects_that_stay_for_now_are_deleted_and_those_that_must_stay_are_said
     proxy.faults.undeleted = ["AccessDenied"]
     with pytest.raises(StoreRefusedError, match="AccessDenied"):
         store.delete(["data/a"])
+
+
+def test_garbage_goes_beside_what_must_stay(opened: Callable[..., Store], proxy: Proxy) -> None:
+    garbage = Garbage(store=opened(), reasons={f"data/{k}": "a test" for k in range(3)})
+    for path in garbage.reasons:
+        garbage.store.put(path, b"x")
+    proxy.faults.undeleted = ["AccessDenied"] * 2  # of all together, and then of one
+    with pytest.raises(StoreRefusedError, match=r"1 of 3 objects can't be deleted.*data/\d.*AccessDenied"):
+        garbage.delete()
+    assert len(garbage.store.list("data")) == 1
 
 
 def test_a_store_that_ignores_the_condition_is_refused_with_the_way_out(

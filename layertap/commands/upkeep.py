@@ -133,10 +133,12 @@ def _show(garbage: "Garbage", delete: bool) -> None:
     for upload in garbage.uploads:
         click.echo(f"{upload.path}: a multipart upload that nobody ended")
     click.echo(str(garbage))
-    if delete:
-        garbage.delete()
-        click.echo("deleted")
-    for note in garbage.notes:
-        click.echo(note)
+    try:
+        if delete:
+            garbage.delete()
+            click.echo("deleted")
+    finally:
+        for note in garbage.notes:
+            click.echo(note)
     if not delete and (garbage.reasons or garbage.uploads):
         click.echo("Nothing was deleted: add --delete to do it.")
