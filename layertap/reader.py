@@ -22,8 +22,8 @@ from layertap.cache import DiskCache
 from layertap.catalog import Catalog
 from layertap.collate import Row, pack
 from layertap.epoch import EpochSettings, RowPlaces, Rows
-from layertap.errors import CatalogError, MissingRowError, SpecMismatchError
-from layertap.records import sortable
+from layertap.errors import CatalogError, MissingRowError
+from layertap.join import match
 from layertap.rows import StoredRows
 from layertap.spec import ExtractionSpec, LastHiddenState
 from layertap.store import Store
@@ -83,37 +83,28 @@ class HiddenStates(Dataset[Row]):
 
     def _load(self, rows: StoredRows) -> None:
         self._parts = [rows]
-        self.missing = rows.missing
+        self._missing = rows.missing
         if self._join is not None:
             self._match(rows, self._join)
         self.num_tokens = rows.places.num_tokens
-
-    missing: pa.Table
-    """`row` of the dataset and `reason`, for each row that isn't stored."""
 
     num_tokens: NDArray[np.int32]
     """[len(self)] tokens of each row, for samplers that go by length."""
 
     def _match(self, mine: StoredRows, join: "HiddenStates") -> None:
-        """Find the other root's row of each of mine; those without one are missing."""
+        """Keep the rows that the other root has too; the others are missing."""
         theirs = join._parts[0]
-        _refuse_unlike(mine, theirs)
-        in_order = np.argsort(sortable(theirs.keys), kind="stable")
-        sorted_keys = sortable(theirs.keys)[in_order]
-        at = np.searchsorted(sorted_keys, sortable(mine.keys))
-        has = np.append(sorted_keys, np.bytes_(b""))[at] == sortable(mine.keys)
-        reasons = dict(zip(theirs.missing_keys, theirs.missing["reason"].to_pylist(), strict=True))
-        why = f"not in version {theirs.version.number} of {theirs.store.uri}"
-        lost = [
-            f"{why}: {reasons.get(mine.keys[i].tobytes(), 'its dataset has no row of these tokens')}"
-            for i in np.flatnonzero(~has)
-        ]
-        table = pa.table({"row": mine.numbers[~has], "reason": pa.array(lost, pa.string())})
-        self.missing = pa.concat_tables([self.missing, table]).sort_by("row")
-        mine.take(np.flatnonzero(has))
+        their_missing = join._missing if join._join else theirs.missing_here
+        both, places, self._missing = match(mine, theirs, their_missing)
+        mine.take(both)
         for part in join._parts:
             self._parts.append(copy.copy(part))
-            self._parts[-1].take(in_order[at[has]])
+            self._parts[-1].take(places)
+
+    @property
+    def missing(self) -> pa.Table:
+        """`row` of the dataset and `reason` of each row that isn't stored; in a join with the root's name."""
+        return self._missing.select(["row", "reason"])
 
     @property
     def store(self) -> Store:
@@ -217,7 +208,8 @@ class HiddenStates(Dataset[Row]):
         if row not in missing:
             raise IndexError(f"row {row} of a dataset of {self.version.num_rows} rows")
         reason = self.missing["reason"][missing.index(row)]
-        raise MissingRowError(f"row {row} is not stored in {self.store.uri}: {reason}")
+        where = "missing in the join" if self._join else f"not stored in {self.store.uri}"
+        raise MissingRowError(f"row {row} is {where}: {reason}")
 
     def stream(
         self,
@@ -303,15 +295,6 @@ class HiddenStates(Dataset[Row]):
 
 def _later(make: Callable[[int, Sequence[Tensor]], Row], i: int, parts: Any) -> Callable[[], Row]:
     return lambda: make(i, [read() for read in parts])
-
-
-def _refuse_unlike(mine: StoredRows, theirs: StoredRows) -> None:
-    for name in ("target_identity", "dtype"):
-        if getattr(mine.spec, name) != getattr(theirs.spec, name):
-            raise SpecMismatchError(
-                f"{mine.store.uri} and {theirs.store.uri} can't be joined: {name} is "
-                f"{getattr(mine.spec, name)!r} in one and {getattr(theirs.spec, name)!r} in the other"
-            )
 
 
 def _open_cache(

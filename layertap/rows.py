@@ -20,7 +20,7 @@ from layertap.cache import DiskCache
 from layertap.catalog import Catalog
 from layertap.epoch import RowPlaces, Rows
 from layertap.errors import CatalogError, IntegrityError, NotFoundError
-from layertap.records import keys_of
+from layertap.records import keys_of, sortable
 from layertap.store import Store, crc64nvme
 from layertap.versions import Version, Versions
 
@@ -64,7 +64,8 @@ class StoredRows:
 
     def __init__(self, store: Store, version: Version, cache: DiskCache | None) -> None:
         self.store = store
-        self.spec = Catalog(store).root().spec
+        root = Catalog(store).root()
+        self.spec = root.spec
         self.version = version
         self.cache = cache
         if version.spec_fingerprint != self.spec.fingerprint:
@@ -73,13 +74,15 @@ class StoredRows:
                 f"{version.spec_fingerprint}) than its layertap.json (spec {self.spec.fingerprint}): "
                 "read another version, or restore the layertap.json it was made for"
             )
+        self.hidden_size: int = root.target["hidden_size"]
         table = Versions(store).rows(version, COLUMNS)
         self._masks, table = table["loss_mask"], table.drop_columns("loss_mask")
         is_missing = table["reason"].is_valid()
         missing = table.filter(is_missing)
         stored = table.filter(is_missing.to_numpy() == 0)
-        self.missing = pa.table({"row": missing["index"], "reason": missing["reason"]})
-        self.missing_keys: list[bytes | None] = missing["extraction_key"].to_pylist()
+        self.missing: pa.Table = missing.select(["index", "extraction_key", "reason"]).rename_columns(
+            ["row", "extraction_key", "reason"]
+        )
         file: Any = stored["file"].unify_dictionaries().combine_chunks()
         self._files: list[str] = file.dictionary.to_pylist()
         self.keys = keys_of(stored["extraction_key"].combine_chunks())
@@ -97,11 +100,23 @@ class StoredRows:
         self.keys, self.numbers, self._crc64nvme = self.keys[rows], self.numbers[rows], self._crc64nvme[rows]
         self.places = RowPlaces(**{f.name: getattr(self.places, f.name)[rows] for f in fields(RowPlaces)})
 
+    def find(self, keys: NDArray[np.uint8]) -> Rows:
+        """Which row has each of these extraction keys, of 16 bytes each; -1 where none has."""
+        wanted, in_order = sortable(keys), np.argsort(sortable(self.keys), kind="stable")
+        mine = sortable(self.keys)[in_order]
+        at = np.searchsorted(mine, wanted)
+        is_there = np.append(mine, np.bytes_(b""))[at] == wanted
+        return np.where(is_there, np.append(in_order, -1)[at], -1)
+
     @property
-    def hidden_size(self) -> int:
-        """H, the width of the target's hidden states."""
-        bytes_per_token = int(self.places.nbytes[0]) // int(self.places.num_tokens[0])
-        return (bytes_per_token - 4) // (self.spec.num_states * self.spec.item_bytes)
+    def missing_here(self) -> pa.Table:
+        """The missing rows, with the root's name in each reason."""
+        told = [self.lacks(str(reason)) for reason in self.missing["reason"].to_pylist()]
+        return self.missing.set_column(2, "reason", pa.array(told, pa.string()))
+
+    def lacks(self, reason: str) -> str:
+        """Why a row is missing, with the name of the root."""
+        return f"not in version {self.version.number} of {self.store.uri}: {reason}"
 
     def tensors(self, i: int, data: Tensor) -> dict[str, Tensor]:
         """Views of a row's bytes: `input_ids` [T], `hidden_states` [T, L, H], `last_hidden_state` [T, H]."""

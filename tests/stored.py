@@ -84,7 +84,7 @@ def tokens_of(dataset: TokenDataset, plan: Plan, chosen: NDArray[np.int64], k: i
 def new_catalog(store: Store, spec: ExtractionSpec = SPEC) -> Catalog:
     """The catalog of a root that has been made."""
     catalog = Catalog(store)
-    catalog.create_root(Root(spec=spec, target={"source": "none"}))
+    catalog.create_root(Root(spec=spec, target={"source": "none", "hidden_size": HIDDEN_SIZE}))
     return catalog
 
 

@@ -260,7 +260,7 @@ def test_a_wrong_address_says_so_and_makes_nothing(tmp_path: Path) -> None:
 def test_a_version_with_nothing_stored_is_empty(catalog: Catalog, tmp_path: Path) -> None:
     publish(catalog, *dataset_of(ROWS, tmp_path / "rows.parquet"))
     states = HiddenStates(catalog.store, version=1)
-    assert len(states) == 0
+    assert (len(states), states.hidden_size) == (0, HIDDEN_SIZE)
     assert len(states.missing) == 24
 
 
