@@ -22,6 +22,9 @@ from layertap.errors import InputError
 if TYPE_CHECKING:
     from layertap.reader import HiddenStates
 
+STATE_FORMAT = 1
+"""Of `state_dict`; another one where its fields change, or the order of rows that follows from them."""
+
 Collate = Callable[[Sequence[Row]], Any]
 
 
@@ -146,6 +149,7 @@ class RowStream(IterableDataset[Any]):
 
     def _state_at(self, position: Position) -> dict[str, Any]:
         return {
+            "format": STATE_FORMAT,
             "content": self.states.content,
             "num_rows": len(self.states),
             "settings": self.settings.to_dict(),
@@ -157,8 +161,15 @@ class RowStream(IterableDataset[Any]):
         """Go on behind the batch at which `state_dict` was called.
 
         Raises:
-            InputError: the state is of other rows or of a stream with other settings; names them.
+            InputError: the state is of another format than this layertap's, of other rows or of a stream with
+                other settings; names them.
         """
+        if state.get("format") != STATE_FORMAT:
+            raise InputError(
+                f"the state is of format {state.get('format')!r}, and this layertap goes on from format "
+                f"{STATE_FORMAT} alone: load it with the layertap that saved it, or begin an epoch anew with "
+                "set_epoch"
+            )
         mine = self._state_at(self._start)
         wrong = [
             f"{name}: {mine[name]!r} here, {state.get(name)!r} in the state"

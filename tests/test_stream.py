@@ -286,6 +286,18 @@ def test_a_state_of_another_stream_is_refused(states: HiddenStates) -> None:
         states.stream(batch_size=4).load_state_dict({**state, "content": "other"})
 
 
+def test_a_state_of_another_format_is_refused(states: HiddenStates) -> None:
+    """Whatever else it says, and also one that is none."""
+    stream = states.stream(batch_size=4)
+    of_later = {**stream.state_dict(), "format": 2, "num_rows": 5}
+    for state, found in ((of_later, "2"), ({}, "None")):
+        with pytest.raises(
+            InputError,
+            match=f"is of format {found}, .* from format 1 alone: .* begin an epoch anew with set_",
+        ):
+            stream.load_state_dict(state)
+
+
 def test_a_damaged_row_is_named_at_its_place_and_the_rows_before_it_come(
     folder_store: Store, tmp_path: Path
 ) -> None:
