@@ -187,13 +187,19 @@ class Catalog:
         found = (SHARD_FILE.fullmatch(name) for name in self.store.names(f"plans/{plan_id}"))
         return sorted(int(match[1]) for match in found if match)
 
-    def shard_rows(self, plan_id: str, shard: int) -> ShardRows:
+    def shard_rows(self, plan_id: str, shard: int, plan: PlanRecord | None = None) -> ShardRows:
         """The rows of a shard.
+
+        Args:
+            plan_id: its plan.
+            shard: its number.
+            plan: the plan's record, which is read by default.
 
         Raises:
             IntegrityError: their file was damaged, or is gone; says how to compute them again.
         """
-        expected, path = self.plan(plan_id).shards[shard].checksum, _shard_path(plan_id, shard)
+        record = plan or self.plan(plan_id)
+        expected, path = record.shards[shard].checksum, _shard_path(plan_id, shard)
         try:
             return ShardRows.from_arrow(get_checked(self.store, path, expected))
         except (IntegrityError, NotFoundError) as error:

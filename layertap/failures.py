@@ -3,15 +3,14 @@
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from layertap.catalog import Catalog, ShardRecord
+from layertap.catalog import Catalog, PlanRecord
 from layertap.errors import IntegrityError
-from layertap.records import sortable
+from layertap.settled import Settled
 from layertap.shard_state import ShardState, ShardStatus, shard_state
+from layertap.watch import at_once
 
 HOPELESS = "failed for good"
 TRIED_AGAIN = "will be tried again"
@@ -86,13 +85,12 @@ def read_failures(
         plans: of these plans; of all by default.
         shards: of these shards; of all by default.
     """
-    found = [
-        failure
-        for plan_id in (list(plans) or catalog.plans())
-        for failure in _of_plan(catalog, plan_id)
-        if not shards or failure.shard in shards
-    ]
-    return _unsettled(catalog, found) if found else []
+    failed = {plan_id: _failed(catalog, plan_id, shards) for plan_id in (list(plans) or catalog.plans())}
+    if not any(failed.values()):
+        return []
+    settled = catalog.settled()
+    found = (_of_plan(catalog, plan_id, of, settled) for plan_id, of in failed.items() if of)
+    return list(chain.from_iterable(found))
 
 
 def forget_failures(catalog: Catalog, plan_id: str) -> None:
@@ -103,45 +101,46 @@ def forget_failures(catalog: Catalog, plan_id: str) -> None:
             catalog.retry(plan_id, shard, status.claim)
 
 
-def _of_plan(catalog: Catalog, plan_id: str) -> list[ShardFailure]:
+_Failed = dict[int, tuple[ShardStatus, Collection[str]]]
+"""Shard -> its state, and the names of its state objects."""
+
+
+def _failed(catalog: Catalog, plan_id: str, shards: Collection[int]) -> _Failed:
     names = catalog.snapshot(plan_id).names
-    statuses = {shard: shard_state(own) for shard, own in sorted(names.items())}
-    failed = {
-        shard: status
+    statuses = {shard: shard_state(names[shard]) for shard in sorted(names)}
+    return {
+        shard: (status, names[shard])
         for shard, status in statuses.items()
         if status.num_failures + status.num_deaths
         and status.state not in (ShardState.COMMITTED, ShardState.VOID)
+        and (not shards or shard in shards)
     }
-    if not failed:
-        return []
-    records = catalog.plan(plan_id).shards
-    return [
-        _read(catalog, plan_id, shard, status, names[shard], records[shard])
-        for shard, status in failed.items()
-    ]
 
 
-def _unsettled(catalog: Catalog, failures: Iterable[ShardFailure]) -> list[ShardFailure]:
-    settled = sortable(catalog.settled().final_keys)
-    return [failure for failure in failures if not _is_settled(catalog, failure, settled)]
+def _of_plan(catalog: Catalog, plan_id: str, failed: _Failed, settled: Settled) -> list[ShardFailure]:
+    plan = catalog.plan(plan_id)
+
+    def read(shard: int) -> ShardFailure | None:
+        if _is_settled(catalog, plan, shard, settled):
+            return None
+        return _read(catalog, plan, shard, *failed[shard])
+
+    return [failure for failure in at_once(read, list(failed)).values() if failure]
 
 
-def _is_settled(catalog: Catalog, failure: ShardFailure, settled: NDArray[Any]) -> bool:
+def _is_settled(catalog: Catalog, plan: PlanRecord, shard: int, settled: Settled) -> bool:
     try:
-        rows = catalog.shard_rows(failure.plan_id, failure.shard)
+        rows = catalog.shard_rows(plan.plan_id, shard, plan)
     except IntegrityError:  # damaged rows may be why the shard failed
         return False
-    return bool(np.isin(sortable(rows.keys), settled).all())
+    at = settled.find(rows.keys)
+    return bool((at >= 0).all() and settled.is_final[at].all())
 
 
 def _read(
-    catalog: Catalog,
-    plan_id: str,
-    shard: int,
-    status: ShardStatus,
-    names: Collection[str],
-    record: ShardRecord,
+    catalog: Catalog, plan: PlanRecord, shard: int, status: ShardStatus, names: Collection[str]
 ) -> ShardFailure:
+    plan_id, record = plan.plan_id, plan.shards[shard]
     told = catalog.last_failure(plan_id, shard, names)
     if not status.num_failures:  # nobody wrote anything down; the last claim says whose lane it was
         told = {**catalog.read_claim(plan_id, shard, status.claim), **told}

@@ -200,7 +200,7 @@ class _Verifier:
         for shard in self.catalog.without_outcome(plan_id):
             self.report.num_records += 1
             try:
-                self.catalog.shard_rows(plan_id, shard)
+                self.catalog.shard_rows(plan_id, shard, record)
             except (IntegrityError, NotFoundError) as error:
                 where = f"plans/{plan_id}/shard-{shard:05d}.arrow"
                 self._find(where, error, way_out(self.store.uri, plan_id, shard))

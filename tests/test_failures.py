@@ -1,6 +1,7 @@
 """What is told of shards that failed: reason, place, traceback, log, and how to try them again."""
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,6 +14,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 
 from deployments.run_commands import failures
+from layertap.catalog import Catalog
 from layertap.cli import main
 from layertap.coordinator import Run
 from layertap.errors import TooManyRefusedError
@@ -119,6 +121,27 @@ def test_lanes_that_died_in_silence_are_named_by_their_claims(run: Run) -> None:
     (failure,) = read_failures(run.catalog, shards=[2])
     assert (failure.num_deaths, failure.state, failure.host) == (3, HOPELESS, "h1")
     assert "4 lanes died while they held shard 2" in failure.error
+
+
+def test_of_thousands_of_failures_some_are_read_at_once_and_the_plan_but_once(
+    run: Run, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shard in (0, 1):
+        fail_on(run, shard, "a", "b")
+    both_are_read, plans_read, get = threading.Barrier(2), 0, folder_store.get
+
+    def watched(path: str, *args: Any) -> bytes:
+        nonlocal plans_read
+        plans_read += path.endswith("plan.json")
+        if ".fail-" in path:
+            both_are_read.wait(timeout=60)
+        return get(path, *args)
+
+    monkeypatch.setattr(folder_store, "get", watched)
+    failed = read_failures(Catalog(folder_store), plans=[plan_id_of(run)])
+    assert ([failure.shard for failure in failed], plans_read) == ([0, 1], 2), (
+        "by `settled` and for all shards"
+    )
 
 
 def test_the_page_has_a_line_for_each_and_the_way_to_retry(run: Run) -> None:
