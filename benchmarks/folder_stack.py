@@ -29,7 +29,7 @@ def stack_of(state: Path, store: Path, num_lanes: int, port: int) -> Iterator[St
     server = stack.daemon("server")
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1"]
     try:
-        server.start([*command, "--port", str(port)], stack.environment())
+        server.start([*command, "--port", str(port)], stack.server_environment())
         server.wait_until(lambda: answers(f"{stack.api_url}/health"), 180)
         stack.use()
         deploy_to(stack, store)

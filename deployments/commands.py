@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from flows import DEFAULT_STORAGE
 from layertap.commands.options import NameValue, chosen_layers, target_options
+
+DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+"""Prefect's own; what is in an environment only its owner can read."""
 
 state_option = click.option(
     "--state",
@@ -24,13 +28,37 @@ lanes_option = click.option(
 )
 
 
+def _without_password(ctx: click.Context, param: click.Parameter, url: str) -> str:
+    """Refuse a password where everybody on this machine can read it: in the list of processes."""
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        parsed = make_url(url or "sqlite://")
+    except ArgumentError as error:
+        raise click.BadParameter("it isn't like postgresql+asyncpg://USER@HOST/DATABASE") from error
+    is_typed = ctx.get_parameter_source("database") is ParameterSource.COMMANDLINE
+    if is_typed and (parsed.password or "password" in parsed.query):
+        raise click.BadParameter(
+            "its password is in the list of processes now, for everybody on this machine: change it, "
+            f"and give the address as the environment variable {DATABASE_VARIABLE}"
+        )
+    return url
+
+
 @click.command()
 @state_option
 @lanes_option
 @click.option("--port", default=4200, show_default=True, help="Port of Prefect's API and UI.")
 @click.option("--s3-port", default=8333, show_default=True, help="First of the object server's five ports.")
 @click.option(
-    "--database", default="", metavar="URL", help="Prefect's: postgresql+asyncpg://… [default: SQLite]"
+    "--database",
+    default="",
+    metavar="URL",
+    envvar=DATABASE_VARIABLE,
+    show_envvar=True,
+    callback=_without_password,
+    help="Prefect's: postgresql+asyncpg://…, with a password by the variable only [default: SQLite]",
 )
 def up(state: Path, lanes: int | None, port: int, s3_port: int, database: str) -> None:
     """Start Prefect, an object store and workers on this machine.

@@ -20,6 +20,7 @@ from deployments.bootstrap import (
     make_pools,
     save_s3_block,
 )
+from deployments.commands import DATABASE_VARIABLE
 from deployments.daemons import Daemon, answers, check_port_free
 from deployments.workers import lane_workers
 from layertap.errors import InputError
@@ -84,14 +85,17 @@ class Stack:
             "PREFECT_HOME": str(home),
             "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
             "PREFECT_API_URL": self.api_url,
-            "PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database
-            or f"sqlite+aiosqlite:///{home / 'prefect.db'}",
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "DO_NOT_TRACK": "1",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
         }
+
+    def server_environment(self) -> dict[str, str]:
+        """That of Prefect's server, which alone knows the database and its password."""
+        database = self.database or f"sqlite+aiosqlite:///{self.state / 'prefect' / 'prefect.db'}"
+        return self.environment() | {DATABASE_VARIABLE: database}
 
     def use(self) -> None:
         """Point this process at the stack; before the first import of Prefect."""
@@ -117,6 +121,7 @@ def up(stack: Stack, *, num_lanes: int | None = None, say: Callable[[str], None]
     runs_already = _runs_already(stack)
     stack.state.mkdir(parents=True, exist_ok=True, mode=0o700)  # the database holds the blocks' secrets
     kept = {"port": stack.port, "s3_port": stack.s3_port, "database": stack.database}
+    (stack.state / "stack.json").touch(mode=0o600)  # the address of the database may hold a password
     (stack.state / "stack.json").write_text(json.dumps(kept))
     try:
         say("object store")
@@ -145,7 +150,13 @@ def _runs_already(stack: Stack) -> bool:
     """
     if stack.daemon("server").process() is None:
         return False
-    if (running := Stack.load(stack.state)) and running != stack:
+    running = Stack.load(stack.state)
+    if running and running.database != stack.database:
+        raise InputError(
+            f"the stack in {stack.state} runs already, on another database: give the same one "
+            f"({DATABASE_VARIABLE}), or end it first with `layertap down --state {stack.state}`"
+        )
+    if running and running != stack:
         raise InputError(
             f"the stack in {stack.state} runs already, on ports {running.port} and {running.s3_port}: "
             f"give these (--port, --s3-port), or end it first with `layertap down --state {stack.state}`"
@@ -185,7 +196,7 @@ def _start_server(stack: Stack) -> None:
         check_port_free(stack.port, purpose="Prefect's server", option="--port")
         (stack.state / "prefect").mkdir(exist_ok=True)
         command = [sys.executable, "-m", "prefect", "server", "start"]
-        server.start([*command, "--host", "127.0.0.1", "--port", str(stack.port)], stack.environment())
+        server.start([*command, "--host", "127.0.0.1", "--port", str(stack.port)], stack.server_environment())
     server.wait_until(lambda: answers(f"{stack.api_url}/health"), START_S)
 
 

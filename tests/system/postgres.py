@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PASSWORD = "not-for-process-lists"
+
 ACCOUNT = "postgres"
 """PostgreSQL refuses to run as root; Debian's package makes this account."""
 
@@ -30,13 +32,15 @@ def postgres(port: int) -> Iterator[str]:
         if as_account:
             shutil.chown(folder, ACCOUNT, ACCOUNT)
         data = folder / "data"
-        initdb = [_program("initdb"), "-D", str(data), "-A", "trust", "-U", "layertap", "--no-sync"]
+        (folder / "password").write_text(PASSWORD)
+        initdb = [_program("initdb"), "-D", str(data), "-A", "scram-sha-256", "-U", "layertap", "--no-sync"]
+        initdb += ["--pwfile", str(folder / "password")]
         subprocess.run(initdb, check=True, capture_output=True, cwd=folder, **as_account)
         options = f"-p {port} -c listen_addresses=127.0.0.1 -c fsync=off -k {folder}"
         control = [_program("pg_ctl"), "-D", str(data), "-l", str(folder / "log"), "-w"]
         subprocess.run([*control, "-o", options, "start"], check=True, cwd=folder, **as_account)
         try:
-            yield f"postgresql+asyncpg://layertap@127.0.0.1:{port}/postgres"
+            yield f"postgresql+asyncpg://layertap:{PASSWORD}@127.0.0.1:{port}/postgres"
         finally:
             subprocess.run([*control, "-m", "immediate", "stop"], check=True, cwd=folder, **as_account)
     finally:

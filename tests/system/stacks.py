@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 
+from deployments.commands import DATABASE_VARIABLE
 from deployments.daemons import check_port_free
 from deployments.stack import Stack
 from layertap.catalog import Catalog
@@ -32,9 +33,11 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
 
 
-def layertap(*arguments: str) -> str:
+def layertap(*arguments: str, **variables: str) -> str:
     """Run a `layertap` command that must succeed; returns what it printed."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300, env=environment())
+    done = subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=300, env=environment() | variables
+    )
     assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -65,8 +68,8 @@ class RealStack:
 
     def up(self) -> None:
         ports = ["--port", str(self.stack.port), "--s3-port", str(self.stack.s3_port)]
-        database = ["--database", self.stack.database] if self.stack.database else []
-        layertap("up", "--state", self.state, *ports, "--lanes", str(LANES), *database)
+        database = {DATABASE_VARIABLE: self.stack.database}
+        layertap("up", "--state", self.state, *ports, "--lanes", str(LANES), **database)
 
     def start_workers(self) -> None:
         """As on hosts that come back: nothing else of the stack is touched."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.models import tiny_llama
 from tests.runs import assert_read_back, save_rows, some_rows
+from tests.system.postgres import PASSWORD
 from tests.system.stacks import LANES, RealStack, layertap, start, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -129,3 +130,12 @@ def test_a_strict_run_fails_with_the_reason(stack: RealStack, target: str, tmp_p
     assert "row 200" in output
     assert "100000" in output
     assert not stack.runs_of("extraction_lane", "strict")
+
+
+@pytest.mark.debian
+@pytest.mark.parametrize("stack", ["postgres"], indirect=True)
+def test_no_process_shows_the_password_of_the_database(stack: RealStack) -> None:
+    assert PASSWORD in stack.stack.database
+    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert any("prefect server start" in line for line in lines)
+    assert not [line for line in lines if PASSWORD in line]
