@@ -67,10 +67,11 @@ def failures(place: str, shards: tuple[int, ...] | None, plan_id: str | None, st
     found = read_failures(Catalog(store), plans=[plan_id] if plan_id else (), shards=shards or ())
     for failure in found:
         click.echo(f"{failure}\n")
-    num_hopeless = sum(failure.state == HOPELESS for failure in found)
-    click.echo(f"{len(found):,} shards have failed, {num_hopeless:,} of them for good")
-    if num_hopeless:
+    hopeless = [failure for failure in found if failure.state == HOPELESS]
+    click.echo(f"{len(found):,} shards have failed, {len(hopeless):,} of them for good")
+    if not all(failure.way_out for failure in hopeless):
         click.echo(f"try them again: layertap retry {quoted(place)}")
+    if hopeless:
         raise SystemExit(1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from layertap.catalog import Catalog, PlanRecord
 from layertap.errors import IntegrityError
-from layertap.settled import Settled
+from layertap.settled import Settled, way_out
 from layertap.shard_state import ShardState, ShardStatus, shard_state
 from layertap.watch import at_once
 
@@ -52,6 +52,9 @@ class ShardFailure:
     log: str
     """The last lines that the lane had logged."""
 
+    way_out: str
+    """How its rows are computed again if they can't be read any more; empty where another try may help."""
+
     @property
     def reason(self) -> str:
         """The error in one line."""
@@ -65,6 +68,8 @@ class ShardFailure:
             f"  {self.num_rows_done:,} of {self.num_rows:,} rows were done, of {self.num_tokens:,} tokens",
             f"  on {where}, claim {self.claim}, attempt {self.attempt or 'unknown'}, {self.failed_at}",
         ]
+        if self.way_out not in self.error:
+            lines.append(f"  its rows can't be read any more. {self.way_out}")
         more = "\n".join(self.error.splitlines()[1:])
         parts = {"error": more, "traceback": self.traceback, "the lane's last lines": self.log}
         for title, text in parts.items():
@@ -121,24 +126,20 @@ def _of_plan(catalog: Catalog, plan_id: str, failed: _Failed, settled: Settled) 
     plan = catalog.plan(plan_id)
 
     def read(shard: int) -> ShardFailure | None:
-        if _is_settled(catalog, plan, shard, settled):
+        try:
+            rows = catalog.shard_rows(plan_id, shard, plan)
+        except IntegrityError:  # which may be why it failed
+            return _read(catalog, plan, shard, *failed[shard], way_out(catalog.store.uri, plan_id, shard))
+        at = settled.find(rows.keys)
+        if (at >= 0).all() and settled.is_final[at].all():
             return None
-        return _read(catalog, plan, shard, *failed[shard])
+        return _read(catalog, plan, shard, *failed[shard], "")
 
     return [failure for failure in at_once(read, list(failed)).values() if failure]
 
 
-def _is_settled(catalog: Catalog, plan: PlanRecord, shard: int, settled: Settled) -> bool:
-    try:
-        rows = catalog.shard_rows(plan.plan_id, shard, plan)
-    except IntegrityError:  # damaged rows may be why the shard failed
-        return False
-    at = settled.find(rows.keys)
-    return bool((at >= 0).all() and settled.is_final[at].all())
-
-
 def _read(
-    catalog: Catalog, plan: PlanRecord, shard: int, status: ShardStatus, names: Collection[str]
+    catalog: Catalog, plan: PlanRecord, shard: int, status: ShardStatus, names: Collection[str], way: str
 ) -> ShardFailure:
     plan_id, record = plan.plan_id, plan.shards[shard]
     told = catalog.last_failure(plan_id, shard, names)
@@ -154,6 +155,7 @@ def _read(
         num_deaths=status.num_deaths,
         claim=told.get("claim", status.claim),
         num_rows_done=told.get("num_rows", 0),
+        way_out=way,
         **_texts(told),
     )
 
@@ -175,17 +177,18 @@ def markdown(
         pages: name of a lane -> address of its page.
     """
     shown = list(failures)[:at_most]
-    lines = [
-        f"{len(failures):,} shards of {uri} failed. To try them again: **Retry** on this run, the deployment "
-        "`retry-failed-shards` with this root, or",
-        "",
-        f"    layertap retry {shlex.quote(uri)}",
-        "",
-        "Only what is missing is computed, with any number of lanes.",
-        "",
-        "| shard | why | last lane |",
-        "| --- | --- | --- |",
-    ]
+    lines = [f"{len(failures):,} shards of {uri} failed.", ""]
+    if not all(failure.way_out for failure in failures):
+        lines += [
+            "To try them again: **Retry** on this run, the deployment `retry-failed-shards` with this root, "
+            "or",
+            "",
+            f"    layertap retry {shlex.quote(uri)}",
+            "",
+            "Only what is missing is computed, with any number of lanes.",
+            "",
+        ]
+    lines += ["| shard | why | last lane |", "| --- | --- | --- |"]
     lanes = {lane: f"[{lane}]({address})" for lane, address in (pages or {}).items()}
     for one in shown:
         lines.append(f"| {one.shard} | {one.reason.replace('|', '/')} | {lanes.get(one.lane, one.lane)} |")

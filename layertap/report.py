@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 
 from layertap.errors import TooManyRefusedError
 from layertap.progress import format_bytes, format_duration
+from layertap.settled import says_way_out
 from layertap.store import Store
 from layertap.versions import Version, Versions
 
@@ -98,8 +99,7 @@ class Report:
             first = next(iter(self.failures.items()))
             raise TooManyRefusedError(
                 f"{len(self.failures):,} shards failed, shard {first[0]} with: {first[1]}. "
-                f"`layertap failures {self.uri}` tells more. Start the same run again, or press Retry, to "
-                "retry them: only what is missing is computed"
+                f"`layertap failures {self.uri}` tells more{self._retry()}"
             )
         if not self.version.complete:
             raise TooManyRefusedError(
@@ -108,6 +108,12 @@ class Report:
                 "is computed"
             )
         check_refused(self.missing, self.num_rows, max_refused_share)
+
+    def _retry(self) -> str:
+        """What to do about shards that failed, unless each of them says it."""
+        if all(map(says_way_out, self.failures.values())):
+            return ""
+        return ". Press Retry, or start the same run again: only what is missing is computed"
 
     def __str__(self) -> str:
         num_stored = self.num_rows - len(self.missing)
@@ -134,8 +140,7 @@ class Report:
             lines += ["", f"Each shard, with its lane and its times: {self.uri}/{self.shard_table}"]
         if self.failures:
             lines += ["", *_table(("shard", "last error"), self.failures), ""]
-            lines += [f"More of them: `layertap failures {self.uri}`. "]
-            lines += ["Press Retry, or start the same run again: only what is missing is computed."]
+            lines += [f"More of them: `layertap failures {self.uri}`{self._retry()}."]
         if self.missing:
             lines += ["", *_table(("row", "why it is missing"), self.missing)]
             lines += ["", f"All {len(self.missing):,}, with their ids: {self.uri}/{self.missing_rows}."]

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 REQUESTS_AT_ONCE = 8
 
+WITHDRAW = "withdraw them with `layertap void"
+
 _N = TypeVar("_N", np.int32, np.int64, np.uint64)
 
 
@@ -134,10 +136,12 @@ def read_index(store: Store, prefix: str, outcome: Outcome) -> pa.Table:
 def way_out(uri: str, plan_id: str, shard: int | None = None) -> str:
     """How rows are computed again that can't be read any more: those of a shard, or of a whole plan."""
     which = "--all" if shard is None else shard
-    return (
-        f"To compute its rows again, withdraw them with `layertap void {uri} {plan_id} {which}` and start "
-        "the run again"
-    )
+    return f"To compute its rows again, {WITHDRAW} {uri} {plan_id} {which}` and start the run again"
+
+
+def says_way_out(error: str) -> bool:
+    """Whether a shard's error says that its rows must be withdrawn: another try would fail as well."""
+    return WITHDRAW in error
 
 
 def _merge(parts: list[_Part]) -> Settled:

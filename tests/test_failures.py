@@ -22,6 +22,7 @@ from layertap.failures import HOPELESS, TRIED_AGAIN, forget_failures, markdown, 
 from layertap.lane import Lane
 from layertap.lane_work import extract_in_threads
 from layertap.plan import PlanSettings
+from layertap.settled import way_out
 from layertap.shard_state import ShardState
 from layertap.store import Store
 from layertap.verify import verify_root
@@ -103,9 +104,14 @@ def test_a_shard_whose_rows_are_damaged_fails_with_a_way_out_that_helps(
     watch = run.watch()
     watch.poll()
     command = f"void {folder_store.uri} {plan_id_of(run)} 0"
-    with pytest.raises(TooManyRefusedError, match=f"shard-00000.arrow.*with `layertap {command}`"):
-        run.publish(watch).check(0.0)
-    assert len(read_failures(run.catalog)) == 1
+    report = run.publish(watch)
+    with pytest.raises(TooManyRefusedError, match=f"shard-00000.arrow.*with `layertap {command}`") as told:
+        report.check(0.0)
+    shown = CliRunner().invoke(failures, [folder_store.uri])
+    page = markdown(read_failures(run.catalog), folder_store.uri, at_most=5)
+    assert shown.exit_code == 1 and "can't be read any more" not in shown.output, "its error says it"
+    for text in (str(told.value), report.markdown(), shown.output, page):
+        assert command in text and "layertap retry" not in text and "Press Retry" not in text
 
     assert CliRunner().invoke(main, command.split()).exit_code == 0
     again = Run.prepare(folder_store, run.preview.settings)
@@ -198,7 +204,11 @@ def test_a_shard_whose_rows_are_damaged_is_told_of(run: Run, folder_store: Store
     path = f"plans/{plan_id_of(run)}/shard-00000.arrow"
     whole = folder_store.get(path)
     folder_store.put(path, whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "1 shards have failed" in CliRunner().invoke(failures, [folder_store.uri]).output
+    told = CliRunner().invoke(failures, [folder_store.uri]).output
+    assert "1 shards have failed" in told and "layertap retry" not in told
+    assert f"can't be read any more. {way_out(folder_store.uri, plan_id_of(run), 0)}" in told
+    fail_on(run, 1, "a", "b")
+    assert "layertap retry" in CliRunner().invoke(failures, [folder_store.uri]).output
 
 
 def test_the_advice_names_a_run_by_its_id(
