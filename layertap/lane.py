@@ -173,6 +173,7 @@ class Lane:
             lane=self.name,
             run=self.run,
             device=self.device,
+            environment=self.target.environment(),
             opened_at=self.opened_at,
             clock=self.clock,
         )

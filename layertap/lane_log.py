@@ -1,6 +1,8 @@
 """A lane's record, sampled and kept in the store while the lane works."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 import psutil
 import torch
@@ -19,7 +21,7 @@ MAX_SAMPLES = 400
 class LaneLog:
     """Keeps a lane's record in the store. One thread at a time may note.
 
-    `opened_at` is when `clock` began: samples count from there.
+    `opened_at` is when `clock` began: samples count from there. `environment` is the target's.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class LaneLog:
         lane: str,
         run: str,
         device: torch.device,
+        environment: Mapping[str, Any],
         opened_at: str,
         clock: Clock,
     ) -> None:
@@ -40,11 +43,12 @@ class LaneLog:
         self._samples: list[list[float]] = []
         self._every = 1
         self._num_notes = 0
-        self._who = {
+        self._who: dict[str, Any] = {
             "lane": lane,
             "run": run,
             "host": host_name(),
             "device": device_name(device),
+            "environment": dict(environment),
             "opened_at": opened_at,
         }
 

@@ -4,8 +4,9 @@ It lies in the store as `plans/<plan>/lanes/<lane>.json`, overwritten by the lan
 at its end. For people and plots; nothing is decided by it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from layertap.progress import bottleneck, format_bytes
@@ -39,6 +40,9 @@ class LaneRecord:
     gpu: dict[str, Any]
     """What `GpuMeter.summary` says."""
 
+    environment: dict[str, Any] = field(default_factory=dict)
+    """What `Target.environment` says; empty in records of before it was kept."""
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since the lane opened."""
@@ -57,7 +61,7 @@ class LaneRecord:
     @property
     def bottleneck(self) -> str:
         """What holds the lane up, as a sentence."""
-        return bottleneck(self.seconds, device="CPU" if self.device.startswith("CPU") else "GPU")
+        return bottleneck_of([self])
 
     @property
     def gpu_in_words(self) -> str:
@@ -67,6 +71,15 @@ class LaneRecord:
         used, total = (format_bytes(self.gpu[name]) for name in ("peak_memory_bytes", "memory_bytes"))
         return f"GPU {self.gpu['utilisation_percent']:.0f} % busy, {used} of {total} used at most"
 
+    @property
+    def computed_by(self) -> str:
+        """What computes: layers compiled or not, the attention, and each function that had a choice."""
+        if not self.environment:
+            return "not recorded"
+        kernels = [f"{name} of {module}" for name, module in self.environment["kernels"].items()]
+        layers = "compiled layers" if self.environment["compiled"] else "layers as they are, not compiled"
+        return ", ".join([layers, f"attention {self.environment['attention']}", *kernels])
+
     def markdown(self) -> str:
         """The record for a person."""
         lines = [
@@ -74,6 +87,8 @@ class LaneRecord:
             "",
             f"{self.num_tokens:,} tokens, {self.tokens_per_s:,.0f} a second from opening to now; "
             f"{self.gpu_in_words}; at most {format_bytes(self.peak_resident_bytes)} of this host's memory.",
+            "",
+            f"Computed by: {self.computed_by}.",
             "",
             "| seconds | spent on |",
             "| ---: | --- |",
@@ -94,6 +109,12 @@ def lane_records(store: Store, plan_id: str) -> list[LaneRecord]:
     paths = [info.path for info in store.list(f"plans/{plan_id}/lanes") if info.path.endswith(".json")]
     records = filter(None, (read_told(store, path, LaneRecord.from_dict) for path in paths))
     return sorted(records, key=lambda record: (record.opened_at, record.lane))
+
+
+def bottleneck_of(records: Sequence[LaneRecord]) -> str:
+    """What holds up these lanes, one or more, taken together, as a sentence."""
+    seconds = sum((Counter(record.seconds) for record in records), Counter[str]())
+    return bottleneck(seconds, device="CPU" if records[0].device.startswith("CPU") else "GPU")
 
 
 def lane_path(plan_id: str, lane: str) -> str:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
 """In what obstore says of a failed handshake: UnknownIssuer, Expired, NotValidForName…"""
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 CREDENTIALS_TTL = timedelta(minutes=10)
 """Credentials are asked for again this often; botocore renews them while they have ten minutes left."""
 
@@ -146,8 +148,8 @@ class Bucket:
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         settings = self.settings
-        # as boto3: a body that TLS protects needs no SHA-256, which would take half a CPU second a GB
-        config: dict[str, Any] = {"unsigned_payload": not (settings.endpoint_url or "").startswith("http://")}
+        # a body that TLS protects, or that never leaves the host, needs no SHA-256: half a CPU second a GB
+        config: dict[str, Any] = {"unsigned_payload": not _is_exposed(settings.endpoint_url)}
         if settings.checksums:
             config["checksum_algorithm"] = "CRC64NVME"
         if settings.endpoint_url:
@@ -253,6 +255,12 @@ def _reopen(settings: S3Settings, profile: str | None) -> Bucket:
     import boto3
 
     return Bucket(settings, boto3.Session(profile_name=profile))
+
+
+def _is_exposed(url: str | None) -> bool:
+    """Whether what is sent there crosses a network in the clear; None is AWS, by TLS."""
+    parts = urlsplit(url or "")
+    return parts.scheme == "http" and parts.hostname not in LOOPBACK
 
 
 def _endpoint(url: str, settings: S3Settings) -> str:

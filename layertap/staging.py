@@ -272,10 +272,11 @@ def pack(
     begin = (layout.offsets[first] - layout.data_offset) // layout.spec.item_bytes
     words_of_rows = words[begin : begin + sum(sizes)]
     if words.is_cuda:
-        places, sources = list(torch.split(words_of_rows, sizes)), [piece for row in rows for piece in row]
-    else:
-        places, sources = _interleaved(words_of_rows, rows, lengths, num_layers)
-    torch._foreach_copy_(places, sources)
+        pieces_of_rows = [piece for row in rows for piece in row]
+        torch._foreach_copy_(list(torch.split(words_of_rows, sizes)), pieces_of_rows)
+    else:  # torch would share each copy out to threads, which wait for one another where cores are busy
+        for place, source in zip(*_interleaved(words_of_rows, rows, lengths, num_layers), strict=True):
+            np.copyto(place.numpy(), source.numpy())
 
     flags = words[layout.data_nbytes // layout.spec.item_bytes :]
     flags[first : first + len(lengths)] = _finite_rows(parts, lengths_B)

@@ -85,6 +85,8 @@ class Proxy:
     ) -> None:
         self.faults = faults or Faults()
         self.counts: Counter[str] = Counter()
+        self.unsigned: list[str] = []
+        """Paths of the bodies that came without a signature of their own."""
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._upload_ends_at = 0.0
@@ -152,8 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.read(length // 2)
             return self._hang_up(fault)
         body = self._body(length)
-        if self.headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD":
-            self.proxy.count("unsigned")
+        if body and self.headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD":
+            self.proxy.unsigned.append(self.path)
         key = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
         checksums = [
             n for n in self.headers if n.lower().startswith(("x-amz-checksum", "x-amz-sdk-checksum"))

@@ -16,7 +16,7 @@ from layertap.cli import main
 from layertap.coordinator import Run
 from layertap.gpu_meter import GpuMeter
 from layertap.lane_log import LaneLog
-from layertap.lane_record import LaneRecord, lane_records
+from layertap.lane_record import LaneRecord, bottleneck_of, lane_records
 from layertap.plot import speed_png, tokens_per_s
 from layertap.progress import Clock
 from layertap.records import now
@@ -57,6 +57,9 @@ def test_a_lane_tells_all_of_itself_in_the_store(folder_store: Store, tmp_path: 
     shown = CliRunner().invoke(main, ["status", folder_store.uri, "--plan", run.plan.plan_id])
     assert shown.exit_code == 0, shown.output
     assert "bound by" in shown.output and "NVML" in shown.output
+    in_short = CliRunner().invoke(main, ["status", folder_store.uri]).output
+    assert f"plan {run.plan.plan_id}, lanes 1: {told.bottleneck}" in in_short
+    assert told.environment["compiled"] is False and "not compiled, attention sdpa" in told.computed_by
 
 
 def test_a_lane_opens_when_its_seconds_begin_to_count(
@@ -82,7 +85,16 @@ def test_a_long_lane_keeps_few_samples_from_its_whole_life(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane_log, "MAX_SAMPLES", 8)
-    log = LaneLog(folder_store, "plan", lane="lane-0", run="run", device=CPU, opened_at=now(), clock=Clock())
+    log = LaneLog(
+        folder_store,
+        "plan",
+        lane="lane-0",
+        run="run",
+        device=CPU,
+        environment={},
+        opened_at=now(),
+        clock=Clock(),
+    )
     for num_tokens in range(200):
         told = log.note(num_tokens)
         assert len(told.samples) <= 8
@@ -115,6 +127,15 @@ def test_a_lane_in_words() -> None:
     text = record().markdown()
     assert text.startswith("**Bound by the GPU: 94 % of the time in the forward pass.**")
     assert "900 tokens, 9 a second" in text and "| 85.0 | forward |" in text
+    kernels = {"chunk_rule": "fla.ops"}
+    text = record(environment={"compiled": True, "attention": "sdpa", "kernels": kernels}).markdown()
+    assert "Computed by: compiled layers, attention sdpa, chunk_rule of fla.ops." in text
+
+
+def test_lanes_together_are_held_up_by_what_takes_most_of_their_time() -> None:
+    waiting = record(seconds={"waiting for the store": 300.0, "forward": 5.0})
+    assert record().bottleneck.startswith("bound by the GPU")
+    assert bottleneck_of([record(), waiting]).startswith("bound by the store: 76 % of the time")
 
 
 def test_rates_are_those_between_samples_and_never_negative() -> None:

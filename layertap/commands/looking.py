@@ -84,6 +84,7 @@ def _show_root(catalog: "Catalog", plan_id: str | None) -> None:
 
 
 def _show_plans(catalog: "Catalog") -> None:
+    from layertap.lane_record import bottleneck_of, lane_records
     from layertap.watch import Watch
 
     table = empty_table("plan", "rows", "tokens", "done", "shards")
@@ -92,6 +93,9 @@ def _show_plans(catalog: "Catalog") -> None:
         shards = ", ".join(f"{count:,} {state}" for state, count in sorted(seen.shards_by_state.items()))
         table.add_row(plan_id, f"{seen.num_rows:,}", f"{seen.num_tokens:,}", f"{seen.percent:.1f}%", shards)
     Console(highlight=False).print(table)
+    for plan_id in catalog.plans():
+        if records := lane_records(catalog.store, plan_id):
+            click.echo(f"plan {plan_id}, lanes {len(records)}: {bottleneck_of(records)}")
 
 
 def _show_lanes(catalog: "Catalog", plan_id: str) -> None:
