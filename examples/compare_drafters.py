@@ -1,6 +1,6 @@
 """What wrong states cost: one drafter on right states, and on states that are wrong in one way each.
 
-    layertap run tokens/ --target TARGET --layers 0,1,13,14,25,26 --root ROOT
+    layertap run tokens/ --target TARGET --layers 0,1,13,14,25,26 --root NAME
     layertap vocab-map ROOT --draft-vocab 3072 --out map.pt
     python examples/compare_drafters.py ROOT map.pt outcomes/ --plot docs/drafter.png
 

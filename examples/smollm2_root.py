@@ -150,7 +150,8 @@ def extract(tokens: Path, target: Path, root: Path, **changes: Any) -> None:
         if lane is not None:
             with lane:
                 extract_in_threads(lane)
-    print(run.publish().markdown())
+    version = run.publish().version
+    print(f"{version.num_stored} of {version.num_rows} rows, {version.num_tokens:,} tokens, in {root}")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Trains a small drafter on what layertap stored.
 
-    layertap run tokens/ --target TARGET --layers 1,14,26 --root ROOT
+    layertap run tokens/ --target TARGET --layers 1,14,26 --root NAME
     layertap vocab-map ROOT --draft-vocab 3072 --out map.pt
     python examples/train_drafter.py ROOT map.pt
 

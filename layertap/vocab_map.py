@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from layertap.catalog import ROOT, Catalog
 from layertap.dataset import TokenDataset
 from layertap.errors import InputError, TargetError
+from layertap.object_server import open_root
 from layertap.reader import HiddenStates
 from layertap.records import keys_of
 from layertap.store import Store
@@ -102,6 +103,7 @@ def count_supervised(
     revision: str | None = None,
     max_length: int = 4096,
     version: int | None = None,
+    state: Path | None = None,
 ) -> tuple[NDArray[np.int64], set[int]]:
     """Count the supervised tokens of a root or of a dataset.
 
@@ -111,6 +113,7 @@ def count_supervised(
         revision: of the target on the hub.
         max_length: tokens of a dataset's row that count; a root's rows are cut already.
         version: of a root; by default the newest complete one.
+        state: folder of the embedded stack that holds the root.
 
     Returns:
         [V] counts by token id, and the ids of the target's special tokens.
@@ -119,7 +122,7 @@ def count_supervised(
         InputError: neither a root nor a dataset, no target for a dataset, or no tokenizer that loads.
         CatalogError: the root has no such version.
     """
-    store = Store.open(source)
+    store = open_root(source, state)
     if store.exists(ROOT):
         counts = counts_of_version(HiddenStates(store, version=version))
     elif target is None:

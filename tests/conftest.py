@@ -3,7 +3,7 @@
 import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,23 @@ def s3_store(object_server: ObjectServer, aws_environment: None) -> Store:
     """A fresh root in the bucket."""
     settings = object_server.settings(BUCKET, prefix=f"root-{uuid.uuid4().hex[:8]}")
     return Store.s3(settings, object_server.session())
+
+
+@pytest.fixture
+def embedded(object_server: ObjectServer, tmp_path: Path) -> Callable[[str | Path], list[str]]:
+    """Copies a folder's root into the bucket; gives its address and the option that finds its server."""
+    state = tmp_path / "state"
+
+    def copy(root: str | Path) -> list[str]:
+        state.mkdir()
+        (state / "objects").symlink_to(object_server.folder)
+        prefix = f"root-{uuid.uuid4().hex[:8]}"
+        store = Store.s3(object_server.settings(BUCKET, prefix), object_server.session())
+        for path in filter(Path.is_file, Path(root).rglob("*")):
+            store.put(str(path.relative_to(root)), path.read_bytes())
+        return [f"s3://{BUCKET}/{prefix}", "--state", str(state)]
+
+    return copy
 
 
 @pytest.fixture

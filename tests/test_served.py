@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,16 @@ def test_a_server_that_adds_tokens_is_told_from_the_prompt(llama_root: Store, ll
             pytest.raises(EndpointError, match="adds or drops some .a template, a token for the beginning"),
         ):
             check_served(llama_root, address)
+
+
+def test_a_root_of_the_embedded_stack_is_found_by_its_folder(
+    llama_root: Store, right: str, embedded: Callable[[str], list[str]], tmp_path: Path
+):
+    root = embedded(llama_root.uri)
+    checked = invoke("check-served", *root, "--endpoint", right, "--rows", 2)
+    assert checked.exit_code == 0 and "passed: " in checked.output, checked.output
+    exported = invoke("export", *root, tmp_path / "out", "--to", "modelopt")
+    assert exported.exit_code == 0 and "written: " in exported.output, exported.output
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])

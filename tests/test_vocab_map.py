@@ -1,5 +1,6 @@
 """The drafter's vocabulary against counts made by hand, and in the forms that trainers load."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,14 @@ def test_a_root_and_its_dataset_give_the_same_map(root: Path, tokens: str, targe
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert (first["d2t"].dtype, first["t2d"].dtype) == (torch.int64, torch.bool)
     assert first["t2d"].nonzero().flatten().tolist() == [2, 4, 7, 11, STOP, 500]
+
+
+def test_a_root_of_the_embedded_stack_is_found_by_its_folder(
+    root: Path, target: str, embedded: Callable[[Path], list[str]], tmp_path: Path
+):
+    rest = ("--draft-vocab", 6, "--out", tmp_path / "map.pt", "--target", target)
+    made = invoke("vocab-map", *embedded(root), *rest)
+    assert made.exit_code == 0 and "of 8 supervised tokens" in made.output, made.output
 
 
 def test_a_folder_holds_the_files_that_speculators_looks_for(tokens: str, target: str, tmp_path: Path):

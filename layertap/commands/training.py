@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from layertap.commands.options import state_option
+
 if TYPE_CHECKING:
     from layertap.trainers.export import Export
 
@@ -24,6 +26,7 @@ TRAINERS = ("speculators", "specforge", "modelopt", "automodel", "deepspec")
 @click.option("--revision", help="Hub revision of the target.")
 @click.option("--max-length", type=int, default=4096, show_default=True, help="Tokens of a DATASET's rows.")
 @click.option("--version", type=int, help="Version of a ROOT; by default its newest complete one.")
+@state_option
 def vocab_map(source: str, draft_vocab: int, out: Path, **options: Any) -> None:
     """Choose the vocabulary of a drafter: the most frequent supervised tokens, and all special ones.
 
@@ -49,7 +52,8 @@ def vocab_map(source: str, draft_vocab: int, out: Path, **options: Any) -> None:
 @click.option("--model", help="Name of the served model, where there are several.")
 @click.option("--rows", "num_rows", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--version", type=int, help="Which version; by default the newest complete one.")
-def check_served(root: str, endpoint: str, **options: Any) -> None:
+@state_option
+def check_served(root: str, endpoint: str, state: Path | None, **options: Any) -> None:
     """Compare the states in ROOT with the model that is served.
 
     Asks the server for the log probabilities of stored rows' tokens and compares them with those that the
@@ -57,10 +61,10 @@ def check_served(root: str, endpoint: str, **options: Any) -> None:
     names suspects. The result is recorded beside the version. The key of a server that asks for one is read
     from OPENAI_API_KEY.
     """
+    from layertap.object_server import open_root
     from layertap.served import check_served
-    from layertap.store import Store
 
-    click.echo(check_served(Store.open(root), endpoint, **options))
+    click.echo(check_served(open_root(root, state), endpoint, **options))
 
 
 @click.command()
@@ -80,19 +84,23 @@ def check_served(root: str, endpoint: str, **options: Any) -> None:
     "--target-name", help="Needed for Automodel and DeepSpec: the target as the training config names it."
 )
 @click.option("--tokens-only", is_flag=True, help="For speculators: states are read from the root.")
-def export(root: str, out: Path, trainer: str, version: int | None, **options: Any) -> None:
+@state_option
+def export(
+    root: str, out: Path, trainer: str, version: int | None, state: Path | None, **options: Any
+) -> None:
     """Write the stored rows of ROOT as files of a trainer into the folder OUT.
 
     Trainers that can read the root directly need no export: see docs/trainers.md. It says beforehand how much
     is written; killed and started again, it writes what is missing. OUT/target is a copy of the target's
     config, tokenizer, embedding, head and final norm.
     """
+    from layertap.object_server import open_root
     from layertap.trainers.choose import layout_for
     from layertap.trainers.export import Export
     from layertap.trainers.rows import open_rows
 
     layout = layout_for(trainer, **options)
-    rows = open_rows(root, layout.needs, version=version)
+    rows = open_rows(open_root(root, state), layout.needs, version=version)
     planned = Export.plan(rows, layout, out, settings={"trainer": trainer, **options})
     _say_export(planned)
     planned.run()
