@@ -118,7 +118,8 @@ class Target:
 
 def split(stored: HiddenStates, target: Target) -> tuple[list[int], list[int]]:
     """Numbers of the rows to train on, and of those held out, which the target answered itself."""
-    held_out = [i for i in range(0, len(stored), HELD_OUT) if target.wrote(stored[i])]
+    if not (held_out := [i for i in range(0, len(stored), HELD_OUT) if target.wrote(stored[i])]):
+        raise SystemExit("no row held out has an answer that the target wrote greedily: nothing to measure")
     return sorted({*range(len(stored))} - {*held_out}), held_out
 
 
