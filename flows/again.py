@@ -11,6 +11,7 @@ from prefect.states import Completed
 from flows import OPTIONS
 from flows.extract import extract_to_end
 from flows.parameters import Again, Extraction, Reextraction, Retry
+from flows.turns import wait_for_turn
 from layertap.dataset import TokenDataset
 from layertap.dataset_files import FileState
 from layertap.errors import DatasetError
@@ -35,8 +36,11 @@ def reextract_when_changed(reextraction: Reextraction) -> State[Any]:
     """Bring a root up to its dataset, if that has changed since the newest version was published.
 
     It looks at the dataset, not at what woke it: an event or a schedule that comes twice, late or not at all
-    costs nothing. It goes on until the dataset is what it has just extracted.
+    costs nothing. It goes on until the dataset is what it has just extracted. While another run looks after
+    the root it waits to look once more; if one waits already, it is Skipped.
     """
+    if not wait_for_turn(reextraction):
+        return Completed(name="Skipped", message="a run that waits for its turn will look at the dataset")
     extraction = _last(reextraction)
     if reextraction.dataset:
         extraction = extraction.model_copy(update={"dataset": reextraction.dataset})

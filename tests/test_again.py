@@ -24,6 +24,7 @@ ASKED: dict[str, Any] = {"target": "org/model", "layer_ids": [1], "root": "a", "
 def _store(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(again, "open_store", lambda storage, root: folder_store)
     monkeypatch.setattr(again, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(again, "wait_for_turn", lambda _: True)
 
 
 def asked(store: Store, dataset: str) -> None:
@@ -74,3 +75,11 @@ def test_a_dataset_that_is_being_written_when_it_is_looked_at_is_waited_for(
 
     monkeypatch.setattr(again, "extract_to_end", extract)
     assert again.reextract_when_changed.fn(Reextraction(root="a", still_s=1)).message == "20 rows"
+
+
+def test_a_run_that_another_one_looks_for_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(again, "wait_for_turn", lambda _: False)
+    end = again.reextract_when_changed.fn(Reextraction(root="a"))
+    assert (end.name, end.message) == ("Skipped", "a run that waits for its turn will look at the dataset")

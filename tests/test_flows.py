@@ -189,6 +189,7 @@ def test_every_coordinator_that_was_told_to_stop_ends_as_cancelled(monkeypatch: 
     monkeypatch.setattr(extract_flow, "extract", stopped)
     monkeypatch.setattr(again, "_last", lambda _: form)
     monkeypatch.setattr(again, "_has_changed", lambda _: True)
+    monkeypatch.setattr(again, "wait_for_turn", lambda _: True)
     monkeypatch.setattr(again, "_wait_until_still", lambda *_: ())
     ends = [
         extract_hidden_states.fn(form),
