@@ -59,7 +59,7 @@ class Run:
     ) -> Self:
         """Check the store and the input, then write the plan or take up an unfinished one.
 
-        It waits for a store that fails as a whole once it has passed the checks.
+        It waits for a store that is away; once that has passed the checks, also if it refuses or is full.
 
         Args:
             store: the root.
@@ -75,7 +75,8 @@ class Run:
             SpecMismatchError: the root belongs to another extraction.
             NotReadyError: several of these; all are in its message.
         """
-        preview, parent = _checked(store, settings)
+        unchecked = StorePause(store, is_checked=False)
+        preview, parent = unchecked.outlast(lambda: _checked(store, settings), show)
         catalog = Catalog(store.with_retry(BRIEF))
 
         def outlast(operation: Callable[[], _T]) -> _T:

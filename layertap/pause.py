@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from layertap.errors import StoreError, StoreRefusedError, is_store_wide
 from layertap.progress import format_duration
+from layertap.retries import is_away
 from layertap.store import Store
-from layertap.store_check import check_space, probe
+from layertap.store_check import check_space, check_store, probe
 
 _T = TypeVar("_T")
 
@@ -34,6 +35,8 @@ class StorePause:
         store: the run's.
         num_bytes: room that a folder's disk must have for the run to go on, such as a batch file's.
         count_committed: shards that are committed; a store that refuses writes may still say it.
+        is_checked: whether the store has passed the checks before a run. Until then it is tried by these, and
+            waited for only while it is away: a refusal may be a wrong setting.
         are_at_work: whether lanes run. They end within minutes where the store fails them too, so it is this
             process alone that can't reach it, and commits that it can't see.
         clock: seconds, monotonic.
@@ -44,12 +47,14 @@ class StorePause:
         store: Store,
         num_bytes: int = 0,
         *,
+        is_checked: bool = True,
         count_committed: Callable[[], int] = lambda: 0,
         are_at_work: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._num_bytes = num_bytes
+        self._try, self._waits_for = (probe, is_store_wide) if is_checked else (check_store, is_away)
         self._count_committed = count_committed
         self._are_at_work = are_at_work
         self._clock = clock
@@ -84,11 +89,11 @@ class StorePause:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Wait where the block meets an error of the store as a whole; it then ends early."""
+        """Wait where the block meets an error that is waited for; it then ends early."""
         try:
             yield
         except StoreError as error:
-            if not is_store_wide(error):
+            if not self._waits_for(error):
                 raise
             self.was_seen = True
             self.begin(str(error))
@@ -129,7 +134,7 @@ class StorePause:
         Raises:
             StoreError: it doesn't, or hasn't.
         """
-        probe(self._store)
+        self._try(self._store)
         check_space(self._store, self._num_bytes)
 
     def note_committed(self, num_shards: int) -> None:

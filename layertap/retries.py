@@ -56,8 +56,16 @@ reply that was cut off; some objects of many that weren't deleted; a body that w
 upload that was completed by a try whose reply got lost, or by another lane, so that the next one finds it no
 more; and others who create the object now."""
 
+OF_BOTO3 = re.compile(r"endpoint URL|An error occurred \((?:408|429|5)")
+"""The same failures as boto3 says them, of which `patiently` is told as StoreError."""
+
 WAITS_S = (0.2, 0.6, 1.8, 5.0, 10.0)
 """The longest waits between tries, the last of them for all that follow; each is drawn from below it."""
+
+
+def is_away(error: StoreError) -> bool:
+    """Whether a store doesn't answer, or is too busy to: what it says for good needs another setting."""
+    return type(error) is StoreError and any(found.search(str(error)) for found in (PASSES, OF_BOTO3))
 
 
 def in_obstore(retry: "RetryConfig") -> "RetryConfig":

@@ -212,6 +212,64 @@ def test_a_run_whose_store_fails_waits_goes_on_and_charges_nobody(
     assert {(status.num_failures, status.num_deaths) for status in statuses} == {(0, 0)}
 
 
+@pytest.mark.parametrize(("failing", "told"), [(overloaded, "SlowDown"), (stopped, "error sending request")])
+def test_a_run_that_starts_while_its_store_is_away_waits_for_it_and_says_so(
+    object_server: ObjectServer,
+    tmp_path: Path,
+    failing: Callable[[ObjectServer, Path], AbstractContextManager[Outage]],
+    told: str,
+) -> None:
+    settings = settings_for(
+        save_rows(some_rows(5), tmp_path / "rows"), saved(tiny_llama(), tmp_path / "target")
+    )
+    waits = list[str]()
+    with failing(object_server, tmp_path / "server") as outage:
+
+        def show(why: str) -> None:
+            waits.append(why)
+            if len(waits) == 3:
+                outage.end()
+
+        outage.begin()
+        run = Run.prepare(outage.store, settings, show=show)
+        assert run.plan is not None and run.catalog.plans() == [run.plan.plan_id]
+    assert re.match(f"waiting for the store for .* fails at put: .*{told}", waits[0])
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        (Faults(forbidden=re.compile("PUT")), "AccessDenied"),
+        (Faults(refuses_checksums=True), "set request_checksum_calculation to when_required"),
+        (Faults(ignores_conditions=True), "takes no notice of `If-None-Match"),
+    ],
+)
+@pytest.mark.parametrize("is_away_first", [False, True])
+def test_a_run_waits_for_no_store_that_refuses_its_checks(
+    object_server: ObjectServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+    told: str,
+    is_away_first: bool,
+) -> None:
+    monkeypatch.setattr(pause, "GIVE_UP_S", 0.0)
+    settings = settings_for(
+        save_rows(some_rows(5), tmp_path / "rows"), saved(tiny_llama(), tmp_path / "target")
+    )
+    waits = list[str]()
+    with Proxy(object_server.ports.s3, Faults(slow_down=1.0) if is_away_first else faults).running() as proxy:
+        store = bucket_of(object_server, endpoint_url=proxy.endpoint_url)
+
+        def show(why: str) -> None:
+            waits.append(why)
+            proxy.faults = faults
+
+        with pytest.raises(StoreError, match=told):
+            Run.prepare(store, settings, show=show)
+    assert all("SlowDown" in wait for wait in waits) and bool(waits) == is_away_first
+
+
 def _after_the_first_data(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
     todo, put = [do], Store.put
 
