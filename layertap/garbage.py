@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from layertap import fidelity
-from layertap.catalog import DATA_OBJECT, HAS_ENDED, Catalog
+from layertap.catalog import DATA_OBJECT, HAS_ENDED, SHARD_FILE, Catalog
 from layertap.errors import FormatError, IntegrityError, NotFoundError, StoreError, StoreRefusedError
 from layertap.shard_state import ShardState
 from layertap.store import ObjectInfo, Store, Upload
@@ -125,6 +125,7 @@ def find_garbage(store: Store, *, older_than: timedelta = timedelta(hours=24)) -
     now = store_time(store)
     before = now - older_than
     _add_tries(garbage, catalog, before, young=now - BEING_PUBLISHED)
+    _add_rows(garbage, catalog, before)
     for found in store.temporary_files():
         if found.modified_at < before and OWN.match(found.path):
             garbage.add(found, "left by a writer that died")
@@ -196,6 +197,25 @@ def _uncommitted(catalog: Catalog, plan_id: str) -> list[_Try]:
         for (k, attempt), files in tries.items()
         if (k, attempt) not in committed
     ]
+
+
+def _add_rows(garbage: Garbage, catalog: Catalog, before: datetime) -> None:
+    """Rows to compute of plans without a record, whose planner died, or sleeps and will write it."""
+    store = catalog.store
+    for plan_id in sorted({*store.folders("plans")} - {*catalog.plans()}):
+        states, num_waiting = catalog.states(plan_id), 0
+        for found in store.list(f"plans/{plan_id}"):
+            match = SHARD_FILE.fullmatch(found.path.rpartition("/")[2])
+            if match and found.modified_at < before:
+                if states.get(int(match[1])) == ShardState.VOID:
+                    garbage.add(found, f"rows of shard {match[1]}, which is void, of a plan without a record")
+                else:
+                    num_waiting += 1
+        if num_waiting:
+            garbage.notes.append(
+                f"plan {plan_id} has no record, and rows of {num_waiting} shards. Start the run again, which "
+                f"may complete it, or withdraw them with `layertap void {store.uri} {plan_id} --all`"
+            )
 
 
 def _named(store: Store, young: datetime) -> set[str]:

@@ -60,17 +60,17 @@ def take_up(
 
 def _is_spent(catalog: Catalog, plan_id: str) -> bool:
     """Whether a plan can't serve again: its record is damaged, or rows of it count as not computed."""
+    states = catalog.states(plan_id)
+    if ShardState.VOID in states.values():
+        return True
     try:
         catalog.plan(plan_id)
     except NotFoundError:
         return False
     except IntegrityError:
         return True
-    states = catalog.states(plan_id)
     committed = [k for k, state in states.items() if state == ShardState.COMMITTED]
-    return ShardState.VOID in states.values() or any(
-        may_be_tried_again(row) for k in committed for row in catalog.outcome(plan_id, k).refused
-    )
+    return any(may_be_tried_again(row) for k in committed for row in catalog.outcome(plan_id, k).refused)
 
 
 def _unfinished(catalog: Catalog, plan: Plan) -> PlanRecord | None:

@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from layertap.catalog import Catalog
+from layertap.catalog import Catalog, PlanRecord
 from layertap.cli import main
 from layertap.dataset import Scan, TokenDataset
 from layertap.errors import CatalogError, IntegrityError, StoreRefusedError
 from layertap.fidelity import Fidelity
 from layertap.fidelity import record as record_check
 from layertap.garbage import find_garbage, old_versions
+from layertap.plan import PlanSettings, make_plan
+from layertap.resume import take_up
 from layertap.s3 import Bucket
 from layertap.store import Buffer, Store
 from layertap.verify import verify_root
@@ -34,10 +36,13 @@ from tests.stored import (
     plan_for,
     publish,
     some_rows,
+    tokens_of,
     write_attempt,
 )
 
 NOW = timedelta(0)
+
+WRITES = ("put", "create")
 
 CHECK = {
     **dict.fromkeys(("endpoint", "model", "api", "created_at"), "made up"),
@@ -66,6 +71,67 @@ def test_only_tries_of_settled_shards_that_nothing_names_are_garbage(store: Stor
     verify_root(store, num_rows=None).check()
     catalog.void(plan.plan_id, 1, reason="a test")
     assert all("/00001/dead-1/" in path for path in find_garbage(store, older_than=NOW).reasons)
+
+
+def planned(dataset: TokenDataset, scan: Scan, catalog: Catalog) -> PlanRecord:
+    """As a run does: an unfinished plan of what isn't stored, or another one."""
+    chosen = scan.unique(settled=catalog.settled().final_keys)
+    settings = PlanSettings(max_batch_tokens=120, shard_tokens=300)
+    fingerprint = catalog.root().spec.fingerprint
+    plan = make_plan(
+        scan.keys[chosen], scan.num_tokens[chosen], spec_fingerprint=fingerprint, settings=settings
+    )
+    return take_up(catalog, plan, lambda k: tokens_of(dataset, plan, chosen, k), max_batch_bytes=10**6)
+
+
+def test_rows_of_a_plan_that_was_never_completed_go_once_they_are_withdrawn(
+    folder_store: Store, tmp_path: Path
+) -> None:
+    catalog = new_catalog(folder_store)
+    data = dataset_of(some_rows(20), tmp_path / "rows.parquet")
+    died = Actor(lambda store: plan_for(*data, Catalog(store)), Store.folder(folder_store.uri), WRITES)
+    died.go_on(1 + 2)
+    died.die()
+    (plan_id,) = folder_store.folders("plans")
+    rows = [info.path for info in folder_store.list("plans")]
+    assert len(rows) == 2 and not catalog.plans()
+
+    garbage = find_garbage(folder_store, older_than=NOW)
+    assert not garbage.reasons and "has no record, and rows of 2 shards" in garbage.notes[0]
+    command = f"void {folder_store.uri} {plan_id} --all"
+    assert f"`layertap {command}`" in garbage.notes[0]
+    assert CliRunner().invoke(main, command.split()).exit_code == 0
+    assert not find_garbage(folder_store).reasons, "young ones stay"
+    garbage = find_garbage(folder_store, older_than=NOW)
+    assert (list(garbage.reasons), garbage.notes) == (rows, [])
+    assert len(catalog.without_outcome(planned(*data, catalog).plan_id)) > 2, "who plans next begins anew"
+
+
+@pytest.mark.parametrize("are_withdrawn", [False, True])
+def test_no_shard_lacks_its_rows_however_late_a_planner_wakes(
+    folder_store: Store, tmp_path: Path, are_withdrawn: bool
+) -> None:
+    """Wherever it slept while gc took what it may, and the rows written so far perhaps were withdrawn."""
+    new_catalog(folder_store)
+    data = dataset_of(some_rows(20), tmp_path / "rows.parquet")
+    for num_requests in count():
+        copy = shutil.copytree(tmp_path / "root", tmp_path / f"copy-{num_requests}")
+        store, catalog = Store.folder(copy), Catalog(Store.folder(copy))
+        planner = Actor(lambda store: planned(*data, Catalog(store)), store, WRITES)
+        planner.go_on(num_requests)
+        if planner.ended:
+            break
+        for plan_id in catalog.store.folders("plans"):
+            for shard in catalog.shards(plan_id) if are_withdrawn else ():
+                catalog.void(plan_id, shard, reason="a test")
+        find_garbage(catalog.store, older_than=NOW).delete()
+        planner.go_on(1000)
+        again = planned(*data, catalog)
+        for plan in (planner.result, again):
+            for shard in catalog.without_outcome(plan.plan_id):
+                assert len(catalog.shard_rows(plan.plan_id, shard).keys)
+        assert catalog.without_outcome(again.plan_id)
+    assert num_requests > 3
 
 
 def test_files_of_a_withdrawn_shard_stay_as_long_as_a_version_names_them(

@@ -101,8 +101,9 @@ delete_option = click.option("--delete", is_flag=True, help="Delete it; without,
 def gc(root: str, hours: float, delete: bool) -> None:
     """List what crashed lanes left in ROOT and nothing names any more, or delete it.
 
-    Files of tries that were not committed, once their shard has an outcome or is withdrawn; temporary files;
-    multipart uploads that nobody ended. What an outcome or a version names stays.
+    Files of tries that were not committed, once their shard has an outcome or is withdrawn; rows of withdrawn
+    shards whose plan was never completed; temporary files; multipart uploads that nobody ended. What an
+    outcome or a version names stays.
     """
     from datetime import timedelta
 
