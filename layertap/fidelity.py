@@ -53,7 +53,7 @@ class Fidelity:
     """Rows left out because the server takes none as long."""
 
     refusal: str = ""
-    """What the server said of the first of them."""
+    """What the server said of the first of them; empty without any."""
 
     format_version: str = FORMAT_VERSION
 
@@ -84,7 +84,7 @@ class Fidelity:
             FormatError: written by a newer major format.
         """
         check_format("a check of served fidelity", values["format_version"])
-        return cls(**known_fields(cls, values))
+        return cls(**known_fields(cls, {"num_too_long": 0, "refusal": "", **values}))
 
 
 def record(store: Store, found: Fidelity) -> str:

@@ -98,7 +98,7 @@ class LaneRecord:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `dataclasses.asdict`; fields of newer minor formats are ignored."""
-        return cls(**known_fields(cls, values))
+        return cls(**known_fields(cls, {"environment": {}, **values}))
 
 
 def lane_records(store: Store, plan_id: str) -> list[LaneRecord]:

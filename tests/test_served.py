@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from click.testing import CliRunner, Result
 from layertap.cli import main
 from layertap.coordinator import Run
 from layertap.errors import EndpointError, FidelityError, SpecError
-from layertap.fidelity import latest
+from layertap.fidelity import Fidelity, latest
 from layertap.served import check_served
 from layertap.store import Store
 from layertap.target_files import TargetFiles
@@ -211,6 +212,9 @@ def test_every_check_is_recorded_and_status_shows_the_newest(tmp_path: Path):
     assert latest(store, 1) == found and found.endpoint == address
     assert f"served fidelity: {found}\n" in invoke("status", tmp_path / "root").output
     assert str(failed).startswith("FAILED: top-1 agreement 0.") and str(found).startswith("passed: top-1")
+    values = asdict(found)
+    del values["num_too_long"], values["refusal"]  # as before they were kept
+    assert Fidelity.from_dict(values) == found
     records = [json.loads(store.get(f"versions/1.served-{k}.json")) for k in (1, 2)]
     assert [record["model"] for record in records] == ["tiny", "tiny"]
     assert "secret" not in json.dumps(records)

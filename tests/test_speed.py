@@ -1,6 +1,7 @@
 """What lanes tell of themselves is in the store, bounded, and drawn."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,12 @@ def test_a_long_lane_keeps_few_samples_from_its_whole_life(
     tokens = [sample[1] for sample in told.samples]
     assert tokens[0] == 0 and tokens[-1] > 150 and len(tokens) >= 4
     assert lane_records(folder_store, "plan") == [told]
+
+
+def test_a_record_of_before_the_environment_was_kept_is_read():
+    values = asdict(record())
+    del values["environment"]
+    assert LaneRecord.from_dict(values).computed_by == "not recorded"
 
 
 def test_where_there_is_no_nvml_it_says_so() -> None:
