@@ -89,7 +89,7 @@ def _work(lane: Lane, block: WritableFileSystem, root: str) -> State[Any]:
 
     with lane:
         report = work_through(lane, submit, no_fault=SERVER_ERRORS)
-    board.show(lane.record)
+    board.conclude(lane.record)
     get_run_logger().info("%s; seconds by what they went to: %s", lane.record.bottleneck, _seconds(report))
     return Completed(message=_summary(report))
 

@@ -7,6 +7,8 @@ need a store that browsers reach, and would expire.
 import base64
 import logging
 import time
+from concurrent.futures import Future
+from contextvars import copy_context
 from typing import cast
 from uuid import UUID
 
@@ -14,6 +16,7 @@ from prefect.artifacts import create_image_artifact, create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
+from layertap.background import in_background
 from layertap.errors import StoreError
 from layertap.lane_record import LaneRecord, lane_records
 from layertap.plot import speed_path, speed_png
@@ -29,13 +32,28 @@ log = logging.getLogger(__name__)
 
 
 class LaneBoard:
-    """A lane's artifact, updated in place."""
+    """A lane's artifact, updated in place.
+
+    In the background: a server whose database is locked answers after a minute, and a lane has better to do.
+    """
 
     def __init__(self) -> None:
         self._artifact: UUID | None = None
+        self._shown: Future[None] = Future()
+        self._shown.set_result(None)
 
     def show(self, record: LaneRecord) -> None:
-        """Show what the lane last told of itself."""
+        """Show what the lane last told of itself, unless the server still hasn't answered the time before."""
+        if self._shown.done():
+            self._shown.result()
+            self._shown = in_background("lane-board", copy_context().run, self._show, record)
+
+    def conclude(self, record: LaneRecord) -> None:
+        """Show the lane's last word, and wait until it is shown."""
+        self._shown.result()
+        self._show(record)
+
+    def _show(self, record: LaneRecord) -> None:
         with server_may_be_away():
             if self._artifact is None:
                 made = create_markdown_artifact(record.markdown(), LANE, record.bottleneck)

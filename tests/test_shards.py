@@ -1,8 +1,10 @@
 """The shard task under a real Prefect engine, with a lane whose faults are injected."""
 
 import base64
+import threading
 from pathlib import Path
 from typing import Any, cast
+from uuid import UUID
 
 import httpx
 import pytest
@@ -19,6 +21,7 @@ from layertap.lane_log import LaneLog
 from layertap.progress import Clock
 from layertap.records import now
 from layertap.store import Store
+from tasks import speed
 from tasks.shards import extract_shard, submit_shard
 from tasks.speed import LANE, SPEED, LaneBoard, SpeedBoard
 from tasks.storage import load_block
@@ -148,17 +151,21 @@ def test_a_shard_is_extracted_while_prefect_s_server_is_away(
     assert lane_flow() == 12
 
 
+def lane_log(store: Store) -> LaneLog:
+    about = {"lane": "lane-0", "run": "run", "device": torch.device("cpu"), "environment": {}}
+    return LaneLog(store, "plan", **about, opened_at=now(), clock=Clock())  # type: ignore[arg-type]
+
+
 def test_the_speed_of_lanes_is_drawn_shown_and_updated_in_place(tmp_path: Path) -> None:
     store = Store.folder(tmp_path)
-    cpu = torch.device("cpu")
-    log = LaneLog(store, "plan", lane="lane-0", run="run", device=cpu, opened_at=now(), clock=Clock())
+    log = lane_log(store)
 
     @flow
     def show() -> None:
-        lane, speed = LaneBoard(), SpeedBoard(store, "plan")
+        lane, picture = LaneBoard(), SpeedBoard(store, "plan")
         for num_tokens in (100, 200):
-            lane.show(log.note(num_tokens))
-            speed.show(last=True)
+            lane.conclude(log.note(num_tokens))
+            picture.show(last=True)
 
     show()
     with get_client(sync_client=True) as client:
@@ -169,3 +176,24 @@ def test_the_speed_of_lanes_is_drawn_shown_and_updated_in_place(tmp_path: Path) 
     head, _, data = str(shown[SPEED].data).partition(",")
     assert head == "data:image/png;base64"
     assert base64.b64decode(data) == store.get("plans/plan/speed.png")
+
+
+def test_a_server_that_does_not_answer_holds_no_lane_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, answers, shown = lane_log(Store.folder(tmp_path)), threading.Event(), []
+
+    def make(text: str, *_: str) -> UUID:
+        assert answers.wait(60)
+        shown.append(text)
+        return UUID(int=1)
+
+    monkeypatch.setattr(speed, "create_markdown_artifact", make)
+    monkeypatch.setattr(speed, "_update", lambda _artifact, text, _description: shown.append(text))
+    board = LaneBoard()
+    for num_tokens in (100, 200):
+        board.show(log.note(num_tokens))
+    assert not shown
+    answers.set()
+    board.conclude(log.note(300))
+    assert len(shown) == 2 and "300 tokens" in shown[1]

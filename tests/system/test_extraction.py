@@ -1,6 +1,10 @@
 """Extraction through a real Prefect server, worker pools, lanes and an S3 server, with deaths on the way."""
 
+import sqlite3
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -12,6 +16,9 @@ from tests.system.postgres import PASSWORD
 from tests.system.stacks import LANES, RealStack, layertap, start, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+LOCKED_S = 45.0
+"""Seconds; Prefect's server waits for a lock for a minute, answers 503, and is asked again."""
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
@@ -130,6 +137,33 @@ def test_a_strict_run_fails_with_the_reason(stack: RealStack, target: str, tmp_p
     assert "row 200" in output
     assert "100000" in output
     assert not stack.runs_of("extraction_lane", "strict")
+
+
+@contextmanager
+def locked(database: Path) -> Iterator[None]:
+    """Somebody else, a backup perhaps, writes to Prefect's SQLite for a long while."""
+    with closing(sqlite3.connect(database, timeout=120, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield
+        other.execute("ROLLBACK")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stack", ["sqlite"], indirect=True)
+def test_a_database_that_is_locked_in_mid_run_stops_nothing(
+    stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    rows = some_rows(1003, seed=10)
+    run = start(stack.run_options(save_rows(rows, tmp_path / "rows"), target, "locked", shard_tokens=150))
+    wait_until_under_way(stack, "locked", run)
+    with locked(stack.stack.state / "prefect" / "prefect.db"):
+        before = len(stack.outcomes("locked"))
+        wait_for(lambda: len(stack.outcomes("locked")) > before)  # lanes go on without it
+        time.sleep(LOCKED_S)
+    assert_succeeds(run)
+    assert_read_back(stack.store("locked"), rows, tiny_llama())
+    ends = set(final_states(stack, "locked").values())
+    assert "COMPLETED" in ends and ends <= {"COMPLETED", "CANCELLED"}
 
 
 @pytest.mark.debian
