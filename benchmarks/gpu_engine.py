@@ -59,8 +59,12 @@ def log_normal_lengths(
     return np.clip(np.rint(lengths), 1, max_length).astype(np.int32)
 
 
+EARLY = 4
+"""Place of the shard with the longest row: after those that warm the engine up, within any stretch."""
+
+
 def shards_of(options: argparse.Namespace, spec: ExtractionSpec) -> tuple[list[ShardRows], Plan]:
-    """Rows of random tokens, planned: the shards, and the plan."""
+    """Rows of random tokens, planned: the shards in an order that mixes their lengths, and the plan."""
     random = np.random.default_rng(0)
     num_tokens = log_normal_lengths(options.rows, options.mean_length, options.max_length, random)
     if options.longest:
@@ -68,8 +72,13 @@ def shards_of(options: argparse.Namespace, spec: ExtractionSpec) -> tuple[list[S
     keys = random.integers(0, 256, (options.rows, 16), dtype=np.uint8)
     settings = PlanSettings(max_batch_tokens=options.max_batch_tokens, shard_tokens=options.shard_tokens)
     plan = make_plan(keys, num_tokens, spec_fingerprint=spec.fingerprint, settings=settings)
+    parts = [*plan.shard_slices()]
+    order = [*random.permutation(len(parts))]
+    longest = max(order, key=lambda k: int(plan.num_tokens[parts[k]].max()))
+    order.remove(longest)
+    order.insert(EARLY, longest)
     shards = []
-    for part in plan.shard_slices():
+    for part in (parts[k] for k in order):
         tokens = [random.integers(0, 512, n, dtype=np.int32) for n in plan.num_tokens[part]]
         shards.append(ShardRows.of(plan.keys[part], plan.batch[part], tokens))
     return shards, plan

@@ -75,7 +75,7 @@ def main() -> None:
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where to write, on the disk to be measured; some 15 GB [default: the system's temporary folder].",
+    help="Where to write, on the disk to be measured; some 25 GB [default: the system's temporary folder].",
 )
 @click.option(
     "--json",
@@ -86,7 +86,7 @@ def main() -> None:
     help="File for all figures.",
 )
 def bench(names: tuple[str, ...], folder: Path | None, out: Path) -> None:
-    """Measure layertap on this machine, all of it or the benchmarks of NAMES, in some eight minutes.
+    """Measure layertap on this machine, all of it or the benchmarks of NAMES, in a quarter of an hour.
 
     Each is a ratio of two things taken in turns: `writes` against a file a sample, on a folder and on the
     embedded S3 server; `engine`, around a target that costs nothing, against a plain write; `planning` of

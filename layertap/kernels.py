@@ -18,10 +18,13 @@ from layertap.compiled import CONVOLUTION, DELTA_RULE, delta_rules, fla_convolut
 from layertap.errors import TargetError
 
 OWN_CODE = "transformers (reference)"
-FLA_CONVOLUTION = "fla.modules.causal_conv1d"
+FLA_CONVOLUTION, FLA_DELTA_RULE = "fla.modules.causal_conv1d", "fla.ops.gated_delta_rule"
 
 FOR_DECODING = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")
 """Functions that a pass over whole rows never calls."""
+
+LINEAR_ATTENTION = "linear_attn"
+"""What transformers calls the Gated DeltaNet block of a layer that has one."""
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers calls the rotation of query and key; there is a choice once layers are fused."""
@@ -55,9 +58,12 @@ def kernels_in_use(layers: nn.ModuleList) -> dict[str, str]:
             if implementation is not None:
                 is_own = implementation.__module__ == module.__name__
                 chosen[name] = OWN_CODE if is_own else implementation.__module__
-    for fused, name in ((delta_net, CONVOLUTION), (attention, ROTARY)):
-        if any(fused.is_fused(block) for block in layers.modules()):
-            chosen[name] = fused.__name__
+    if any(map(delta_net.is_fused, layers.modules())):
+        chosen[CONVOLUTION] = delta_net.__name__
+        if next(layers.parameters()).is_cuda:
+            chosen[DELTA_RULE] = FLA_DELTA_RULE
+    if any(map(attention.is_fused, layers.modules())):
+        chosen[ROTARY] = attention.__name__
     return chosen
 
 
@@ -79,14 +85,19 @@ def refuse_slow_kernels(layers: nn.ModuleList, device: torch.device) -> None:
     """Refuse to run on a GPU with code that transformers calls correct but much slower.
 
     Raises:
-        TargetError: names the functions and the way out.
+        TargetError: names the functions and the way out; or the layers have a delta rule under another name.
     """
-    slow = sorted(
-        name
-        for name, package in kernels_in_use(layers).items()
-        if package == OWN_CODE and name not in FOR_DECODING
-    )
-    if slow and device.type == "cuda":
+    if device.type != "cuda":
+        return
+    chosen = kernels_in_use(layers)
+    if DELTA_RULE not in chosen and any(hasattr(layer, LINEAR_ATTENTION) for layer in layers):
+        raise TargetError(
+            f"it isn't known what computes {type(layers[0]).__name__}'s linear attention: this release of "
+            f"transformers has no {DELTA_RULE}. Install one that layertap was tested with, or set "
+            "strict_kernels to false"
+        )
+    slow = sorted(n for n, package in chosen.items() if package == OWN_CODE and n not in FOR_DECODING)
+    if slow:
         raise TargetError(
             f"{', '.join(slow)} would run as the slow reference code of transformers: install "
             "flash-linear-attention (and causal-conv1d, where layers aren't compiled) on this host, or set "

@@ -6,7 +6,7 @@ at its end. For people and plots; nothing is decided by it.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from layertap.progress import bottleneck, format_bytes
@@ -40,7 +40,7 @@ class LaneRecord:
     gpu: dict[str, Any]
     """What `GpuMeter.summary` says."""
 
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any]
     """What `Target.environment` says; empty in records of before it was kept."""
 
     @property
@@ -112,9 +112,10 @@ def lane_records(store: Store, plan_id: str) -> list[LaneRecord]:
 
 
 def bottleneck_of(records: Sequence[LaneRecord]) -> str:
-    """What holds up these lanes, one or more, taken together, as a sentence."""
-    seconds = sum((Counter(record.seconds) for record in records), Counter[str]())
-    return bottleneck(seconds, device="CPU" if records[0].device.startswith("CPU") else "GPU")
+    """What holds up the lanes of the newest run among these, taken together, as a sentence."""
+    lanes = [record for record in records if record.run == records[-1].run]
+    seconds = sum((Counter(lane.seconds) for lane in lanes), Counter[str]())
+    return bottleneck(seconds, device="CPU" if lanes[0].device.startswith("CPU") else "GPU")
 
 
 def lane_path(plan_id: str, lane: str) -> str:

@@ -67,6 +67,7 @@ def test_a_lane_that_ended_in_the_window_counts_to_its_end(num_samples: int, tok
         num_tokens=1,
         samples=[[10.0 * k, 12_000.0 * k, 1] for k in range(1, num_samples + 1)],
         gpu={},
+        environment={},
     )
     start = timestamp(opened_at) + 10.0
     assert rate(record, start, start + 185.0)["tokens_per_s"] == pytest.approx(tokens_per_s)

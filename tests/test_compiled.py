@@ -58,7 +58,8 @@ def test_compiled_layers_tap_the_same_states_for_any_shape(make: Any) -> None:
     after = target.environment()
     assert (before["compiled"], after["compiled"]) == (False, True)
     fused = {CONVOLUTION: "layertap.delta_net", ROTARY: "layertap.attention"}
-    replaced = fused if before["kernels"] else {}
+    on_gpu = {DELTA_RULE: "fla.ops.gated_delta_rule"} if DEVICE.type == "cuda" else {}
+    replaced = fused | on_gpu if before["kernels"] else {}
     assert after["kernels"] == before["kernels"] | replaced
 
 
@@ -198,6 +199,14 @@ def test_slow_reference_code_is_refused_on_a_gpu_with_the_way_out() -> None:
     refuse_slow_kernels(tiny_llama().model.layers, torch.device("cuda"))
 
 
+def test_a_delta_rule_under_another_name_is_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(modeling, DELTA_RULE, None)
+    with pytest.raises(TargetError, match="isn't known what .* transformers has no torch_chunk_gated"):
+        refuse_slow_kernels(tiny_hybrid().model.layers, torch.device("cuda"))
+
+
 def test_layers_that_can_not_be_compiled_are_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target.from_backbone(tiny_llama(), spec=SPEC)
 
@@ -212,20 +221,21 @@ def test_layers_that_can_not_be_compiled_are_named_with_the_way_out(monkeypatch:
 @pytest.mark.parametrize("make", [tiny_hybrid, tiny_llama])
 def test_compiled_layers_are_as_near_to_float32_as_eager_ones(make: Any) -> None:
     spec = replace(SPEC, dtype="bfloat16")
-    batches = [torch.randint(0, VOCAB_SIZE, shape, device=DEVICE) for shape in ((8, 64), (3, 100))]
-    exact = Target.from_backbone(make(), spec=SPEC)
+    batches = [torch.randint(0, VOCAB_SIZE, shape, device=DEVICE) for shape in ((32, 64), (12, 100))]
+    exact = Target.from_backbone(make().to(torch.bfloat16).float(), spec=SPEC)  # of the same weights
     expected = [target_states for ids_BT in batches for target_states in exact.tap(ids_BT)]
     target = Target.from_backbone(make().to(torch.bfloat16), spec=spec)
     eager = _errors(target, batches, expected)
-    target.compile(max_batch_tokens=512)
+    target.compile(max_batch_tokens=2048)
     compiled = _errors(target, batches, expected)
     assert all(mine <= 1.2 * theirs for mine, theirs in zip(compiled, eager, strict=True)), (compiled, eager)
 
 
 def _errors(target: Target, batches: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """Of each state of each batch, the median over its tokens of the relative error."""
+    """Of each state of each batch, the median and the 0.9 quantile of its tokens' relative errors."""
     states = [state for ids_BT in batches for state in target.tap(ids_BT)]
-    return [
-        float(((mine - theirs).norm(dim=-1) / theirs.norm(dim=-1)).median())
+    errors = [
+        ((mine - theirs).norm(dim=-1) / theirs.norm(dim=-1)).flatten()
         for mine, theirs in zip(states, expected, strict=True)
     ]
+    return [float(error.quantile(share)) for error in errors for share in (0.5, 0.9)]

@@ -20,7 +20,7 @@ from layertap.lane_log import LaneLog
 from layertap.lane_record import LaneRecord, bottleneck_of, lane_records
 from layertap.plot import speed_png, tokens_per_s
 from layertap.progress import Clock
-from layertap.records import now
+from layertap.records import now, to_json
 from layertap.store import Store
 from layertap.target import Target
 from tests.models import saved, tiny_llama
@@ -41,6 +41,7 @@ def record(**changes: Any) -> LaneRecord:
         "num_tokens": 900,
         "samples": [[10.0, 0, 5], [20.0, 100, 7], [40.0, 900, 6]],
         "gpu": {"note": "no NVML: the lane runs on the CPU"},
+        "environment": {},
     }
     return LaneRecord(**{**values, **changes})
 
@@ -59,8 +60,16 @@ def test_a_lane_tells_all_of_itself_in_the_store(folder_store: Store, tmp_path: 
     assert shown.exit_code == 0, shown.output
     assert "bound by" in shown.output and "NVML" in shown.output
     in_short = CliRunner().invoke(main, ["status", folder_store.uri]).output
-    assert f"plan {run.plan.plan_id}, lanes 1: {told.bottleneck}" in in_short
+    assert f"plan {run.plan.plan_id}, lanes of its last run: {told.bottleneck}" in in_short
     assert told.environment["compiled"] is False and "not compiled, attention sdpa" in told.computed_by
+
+
+def test_a_record_from_before_kernels_were_kept_is_read(folder_store: Store) -> None:
+    older = asdict(record())
+    del older["environment"]
+    folder_store.put("plans/plan/lanes/lane-0.json", to_json(older))
+    (told,) = lane_records(folder_store, "plan")
+    assert told == record() and told.computed_by == "not recorded"
 
 
 def test_a_lane_opens_when_its_seconds_begin_to_count(
@@ -143,6 +152,7 @@ def test_lanes_together_are_held_up_by_what_takes_most_of_their_time() -> None:
     waiting = record(seconds={"waiting for the store": 300.0, "forward": 5.0})
     assert record().bottleneck.startswith("bound by the GPU")
     assert bottleneck_of([record(), waiting]).startswith("bound by the store: 76 % of the time")
+    assert bottleneck_of([waiting, record(run="a later one")]) == record().bottleneck
 
 
 def test_rates_are_those_between_samples_and_never_negative() -> None:

@@ -95,15 +95,15 @@ def _show_plans(catalog: "Catalog") -> None:
     Console(highlight=False).print(table)
     for plan_id in catalog.plans():
         if records := lane_records(catalog.store, plan_id):
-            click.echo(f"plan {plan_id}, lanes {len(records)}: {bottleneck_of(records)}")
+            click.echo(f"plan {plan_id}, lanes of its last run: {bottleneck_of(records)}")
 
 
 def _show_lanes(catalog: "Catalog", plan_id: str) -> None:
     from layertap.lane_record import lane_records
 
-    table = empty_table("lane", "tokens", "tokens/s", "what holds it up, and its GPU")
+    table = empty_table("lane", "tokens", "tokens/s", "what holds it up, its GPU, and what computes")
     for record in lane_records(catalog.store, plan_id):
-        told = f"{record.bottleneck}; {record.gpu_in_words}"
+        told = f"{record.bottleneck}; {record.gpu_in_words}; {record.computed_by}"
         table.add_row(record.lane, f"{record.num_tokens:,}", f"{record.tokens_per_s:,.0f}", told)
     if table.rows:
         Console(highlight=False).print(table)
