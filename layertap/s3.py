@@ -148,8 +148,8 @@ class Bucket:
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         settings = self.settings
-        # a body that TLS protects, or that never leaves the host, needs no SHA-256: half a CPU second a GB
-        config: dict[str, Any] = {"unsigned_payload": not _is_exposed(settings.endpoint_url)}
+        # SHA-256 takes half a CPU second a GB
+        config: dict[str, Any] = {"unsigned_payload": _is_protected(settings)}
         if settings.checksums:
             config["checksum_algorithm"] = "CRC64NVME"
         if settings.endpoint_url:
@@ -257,10 +257,10 @@ def _reopen(settings: S3Settings, profile: str | None) -> Bucket:
     return Bucket(settings, boto3.Session(profile_name=profile))
 
 
-def _is_exposed(url: str | None) -> bool:
-    """Whether what is sent there crosses a network in the clear; None is AWS, by TLS."""
-    parts = urlsplit(url or "")
-    return parts.scheme == "http" and parts.hostname not in LOOPBACK
+def _is_protected(settings: S3Settings) -> bool:
+    """Whether bodies needn't be signed: TLS protects them, or they stay on this host and carry a checksum."""
+    parts = urlsplit(settings.endpoint_url or "")
+    return parts.scheme != "http" or (parts.hostname in LOOPBACK and settings.checksums)
 
 
 def _endpoint(url: str, settings: S3Settings) -> str:

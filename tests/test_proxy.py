@@ -474,6 +474,8 @@ def test_bodies_are_signed_where_they_cross_a_network_without_tls(
     by_another_name = proxy.endpoint_url.replace("127.0.0.1", "0.0.0.0")  # as if it were another host
     opened(endpoint_url=by_another_name).put("data/a", b"x")
     assert proxy.counts["requests"] > 0 and not proxy.unsigned
+    opened(checksums=False).put("data/a", b"x")
+    assert not proxy.unsigned
     opened().put("data/a", b"x")
     assert len(proxy.unsigned) == 1
 
