@@ -85,6 +85,8 @@ class Proxy:
     ) -> None:
         self.faults = faults or Faults()
         self.counts: Counter[str] = Counter()
+        self.requests: list[str] = []
+        """As `PUT /bucket/key?query`."""
         self.unsigned: list[str] = []
         """Paths of the bodies that came without a signature of their own."""
         self._random = random.Random(seed)
@@ -149,6 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         fault, faults = self.proxy.draw(), self.proxy.faults
+        self.proxy.requests.append(f"{self.command} {self.path}")
         length = int(self.headers.get("Content-Length", 0))
         if fault == "cut_upload":
             self.rfile.read(length // 2)
