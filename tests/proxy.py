@@ -93,6 +93,8 @@ class Proxy:
         self._lock = threading.Lock()
         self._upload_ends_at = 0.0
         self.ended, self.holds_one = threading.Event(), threading.Event()
+        self.held = ""
+        """Path of the request that is never answered."""
         proxy = self
 
         class Handler(_Handler):
@@ -133,6 +135,15 @@ class Proxy:
         with self._lock:
             self.counts[name] += 1
 
+    def hold(self, path: str) -> bool:
+        """Keep a request, if it is the first, until the proxy ends; returns whether it was."""
+        with self._lock:
+            if self.held:
+                return False
+            self.held = path
+        self.holds_one.set()
+        return self.ended.wait()
+
     def throttle(self, num_bytes: int) -> None:
         """Wait as long as these bytes take on a line that all uploads share."""
         if not self.faults.bytes_per_s:
@@ -170,9 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(faults.expired_status, "ExpiredToken")
         if self._is_one_of(faults.forbidden):
             return self._refuse(403, "AccessDenied")
-        if self._is_one_of(faults.unanswered) and not self.proxy.holds_one.is_set():
-            self.proxy.holds_one.set()
-            self.proxy.ended.wait()
+        if self._is_one_of(faults.unanswered) and self.proxy.hold(self.path):
             return self._hang_up("unanswered")
         if faults.refuses_checksums and checksums and self.command == "PUT":
             return self._refuse(400, "InvalidArgument")

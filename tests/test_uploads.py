@@ -1,9 +1,9 @@
-"""An upload whose writer is killed in the middle: what is seen, who computes again, what stays behind."""
+"""A lane killed in a write that matters: what is seen, who computes again, what stays behind."""
 
 import multiprocessing
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +26,16 @@ from tests.runs import assert_read_back, run_lane, save_rows, settings_for, some
 
 SECOND_PART_OF_A_BATCH = re.compile(r"PUT .*/data/.*/batch-.*[?&]partNumber=2(&|$)")
 
+OUTCOME = re.compile(r"(?:PUT )?/.*/state/(\d+)\.outcome$")
+
+
+def hold_before_the_store_has_it(proxy: Proxy) -> None:
+    proxy.faults.unanswered = OUTCOME
+
+
+def hold_once_the_store_has_it(proxy: Proxy) -> None:
+    proxy.faults.on_stored = lambda path: OUTCOME.match(path) and proxy.hold(path)
+
 
 @pytest.fixture
 def proxy(
@@ -37,10 +47,20 @@ def proxy(
         yield proxy
 
 
-def lane_of_small_parts(uri: str, plan_id: str, target: str) -> None:
-    """A lane whose batches take several parts, of the smallest size that a store must take."""
+def doomed_lane(uri: str, plan_id: str, target: str) -> None:
+    """A lane whose large batches take several parts, of the smallest size that a store must take."""
     layertap.store.PART_BYTES = 5 << 20
     run_lane(Store.open(uri), plan_id, target, "doomed")
+
+
+def kill_when_held(proxy: Proxy, *arguments: str) -> None:
+    """Run a lane until the proxy keeps a request of it, then kill it."""
+    lane = multiprocessing.get_context("spawn").Process(target=doomed_lane, args=arguments)
+    lane.start()
+    held = proxy.holds_one.wait(120)
+    lane.kill()
+    lane.join()
+    assert held and lane.exitcode == -signal.SIGKILL
 
 
 def test_a_lane_killed_in_mid_upload_leaves_parts_that_only_gc_sees(
@@ -59,15 +79,8 @@ def test_a_lane_killed_in_mid_upload_leaves_parts_that_only_gc_sees(
     plan_id = run.plan.plan_id
 
     proxy.faults.unanswered = SECOND_PART_OF_A_BATCH
-    arguments = (s3_store.uri, plan_id, settings.target)
-    lane = multiprocessing.get_context("spawn").Process(target=lane_of_small_parts, args=arguments)
-    lane.start()
-    assert proxy.holds_one.wait(120)
+    kill_when_held(proxy, s3_store.uri, plan_id, settings.target)
     (half,) = {upload.path for upload in s3_store.open_uploads()}
-    lane.kill()
-    lane.join()
-    assert lane.exitcode == -signal.SIGKILL
-
     assert half not in [info.path for info in s3_store.list("plans")]
     with pytest.raises(NotFoundError):
         s3_store.get(half)
@@ -88,6 +101,38 @@ def test_a_lane_killed_in_mid_upload_leaves_parts_that_only_gc_sees(
     assert done.exit_code == 0, done.output
     assert not s3_store.open_uploads()
     verify_root(s3_store, num_rows=None).check()
+
+
+@pytest.mark.parametrize(
+    ("hold", "num_tries"), [(hold_before_the_store_has_it, 2), (hold_once_the_store_has_it, 1)]
+)
+def test_a_lane_killed_around_its_commit_costs_no_row_and_what_is_committed_is_not_computed_again(
+    proxy: Proxy,
+    s3_store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Callable[[Proxy], None],
+    num_tries: int,
+) -> None:
+    monkeypatch.setattr("layertap.lane.BEAT_S", 0.2)
+    model, rows = tiny_llama(), some_rows(40)
+    settings = settings_for(save_rows(rows, tmp_path / "rows"), saved(model, tmp_path / "target"))
+    run = Run.prepare(s3_store, settings)
+    assert run.plan is not None
+    plan_id = run.plan.plan_id
+
+    hold(proxy)
+    kill_when_held(proxy, s3_store.uri, plan_id, settings.target)
+    (shard,) = map(int, OUTCOME.findall(proxy.held))
+    assert (shard in run.catalog.committed(plan_id)) == (num_tries == 1)
+
+    report = run_lane(s3_store, plan_id, settings.target, "next")
+    assert (shard in [outcome.shard for outcome in report.committed]) == (num_tries == 2)
+    tries = s3_store.folders(f"plans/{plan_id}/data/{shard:05d}")
+    assert (len(tries), run.catalog.outcome(plan_id, shard).claim) == (num_tries, num_tries)
+    run.publish().check(0.0)
+    assert_read_back(s3_store, rows, model)
+    assert Run.prepare(s3_store, settings).plan is None
 
 
 def test_parts_that_may_not_be_listed_are_said_and_the_rest_is_collected(
