@@ -10,8 +10,8 @@ from click.core import ParameterSource
 from flows import DEFAULT_STORAGE
 from layertap.commands.options import NameValue, chosen_layers, target_options
 
-DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
-"""Prefect's own; what is in an environment only its owner can read."""
+DATABASE_VARIABLE = "LAYERTAP_DATABASE"
+"""The stack's own, for Prefect's may name a server's database; an environment only its owner can read."""
 
 state_option = click.option(
     "--state",
@@ -35,8 +35,8 @@ def _without_password(ctx: click.Context, param: click.Parameter, url: str) -> s
 
     try:
         parsed = make_url(url or "sqlite://")
-    except ArgumentError as error:
-        raise click.BadParameter("it isn't like postgresql+asyncpg://USER@HOST/DATABASE") from error
+    except (ArgumentError, ValueError):  # which may quote the password
+        raise click.BadParameter("it isn't like postgresql+asyncpg://USER@HOST/DATABASE") from None
     is_typed = ctx.get_parameter_source("database") is ParameterSource.COMMANDLINE
     if is_typed and (parsed.password or "password" in parsed.query):
         raise click.BadParameter(
@@ -64,13 +64,14 @@ def up(state: Path, lanes: int | None, port: int, s3_port: int, database: str) -
     """Start Prefect, an object store and workers on this machine.
 
     Everything listens on loopback and keeps its data in the folder of --state. Called again, it starts what
-    doesn't run.
+    doesn't run; a folder keeps the database that it was first started with.
     """
     from deployments import stack
 
     started = stack.Stack(state=state.resolve(), port=port, s3_port=s3_port, database=database)
     stack.up(started, num_lanes=lanes, say=lambda what: click.echo(f"starting {what} …"))
     click.echo(f"Prefect's UI   {started.ui_url}/v2/")
+    click.echo(f"database       {started.database_name}")
     click.echo(f"storage block  {stack.STORAGE}")
     click.echo(f"logs           {started.state / 'logs'}")
 
@@ -84,8 +85,7 @@ def down(state: Path) -> None:
     """
     from deployments import stack
 
-    started = stack.Stack.load(state)
-    ended = stack.down(started) if started else []
+    ended = stack.down(stack.Stack(state=state.resolve()))
     click.echo(f"stopped: {', '.join(ended)}" if ended else f"nothing runs from {state}")
 
 

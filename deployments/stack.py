@@ -58,6 +58,26 @@ class Stack:
         except FileNotFoundError:
             return None
 
+    def save(self) -> None:
+        """Write down what `load` reads, for its owner alone: the database's address may hold a password."""
+        path = self.state / "stack.json"
+        path.touch()
+        path.chmod(0o600)
+        path.write_text(json.dumps({"port": self.port, "s3_port": self.s3_port, "database": self.database}))
+
+    @property
+    def database_url(self) -> str:
+        """SQLAlchemy's address of Prefect's database, with its password if it has one."""
+        return self.database or f"sqlite+aiosqlite:///{self.state / 'prefect' / 'prefect.db'}"
+
+    @property
+    def database_name(self) -> str:
+        """The database's address without a password, to show and to compare."""
+        from sqlalchemy.engine import make_url
+
+        url = make_url(self.database_url)._replace(password=None)
+        return url.difference_update_query(["password"]).render_as_string()
+
     @property
     def ui_url(self) -> str:
         """Address of Prefect's UI."""
@@ -78,9 +98,10 @@ class Stack:
         return self.state / "objects"
 
     def environment(self) -> dict[str, str]:
-        """The environment of everything that talks to this stack: no Prefect setting of the user survives."""
+        """That of everything that talks to this stack: none of the user's Prefect settings, no database."""
         home = self.state / "prefect"
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        strangers = ("PREFECT_", DATABASE_VARIABLE)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(strangers)}
         return kept | {
             "PREFECT_HOME": str(home),
             "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
@@ -94,8 +115,7 @@ class Stack:
 
     def server_environment(self) -> dict[str, str]:
         """That of Prefect's server, which alone knows the database and its password."""
-        database = self.database or f"sqlite+aiosqlite:///{self.state / 'prefect' / 'prefect.db'}"
-        return self.environment() | {DATABASE_VARIABLE: database}
+        return self.environment() | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database_url}
 
     def use(self) -> None:
         """Point this process at the stack; before the first import of Prefect."""
@@ -113,21 +133,20 @@ def up(stack: Stack, *, num_lanes: int | None = None, say: Callable[[str], None]
         say: told what comes next, for it takes a minute.
 
     Raises:
-        InputError: a port is taken.
+        InputError: a port is taken, or the stack in this folder is on another database.
         DeviceError: more lanes were asked for than there are GPUs.
         DaemonError: a process of the stack didn't start.
     """
     lane_workers(num_lanes)
+    _check_database(stack)
     runs_already = _runs_already(stack)
     stack.state.mkdir(parents=True, exist_ok=True, mode=0o700)  # the database holds the blocks' secrets
-    kept = {"port": stack.port, "s3_port": stack.s3_port, "database": stack.database}
-    (stack.state / "stack.json").touch(mode=0o600)  # the address of the database may hold a password
-    (stack.state / "stack.json").write_text(json.dumps(kept))
     try:
         say("object store")
         objects = _start_objects(stack)
         say("Prefect's server")
         _start_server(stack)
+        stack.save()  # not before: a mistyped database would be the folder's for good
         stack.use()
         say("work pools, deployments, automations")
         make_pools()
@@ -142,6 +161,17 @@ def up(stack: Stack, *, num_lanes: int | None = None, say: Callable[[str], None]
         raise
 
 
+def _check_database(stack: Stack) -> None:
+    """Raise InputError if the runs of the stack in this folder are in another database: they would vanish."""
+    kept = Stack.load(stack.state)
+    if kept and kept.database_name != stack.database_name:
+        asked = f"{DATABASE_VARIABLE}, or --database" if kept.database else f"no {DATABASE_VARIABLE}"
+        raise InputError(
+            f"the stack in {stack.state} has its runs in {kept.database_name}, not in "
+            f"{stack.database_name}: give the same database again ({asked}), or another folder (--state)"
+        )
+
+
 def _runs_already(stack: Stack) -> bool:
     """Whether the stack's server is up.
 
@@ -151,12 +181,7 @@ def _runs_already(stack: Stack) -> bool:
     if stack.daemon("server").process() is None:
         return False
     running = Stack.load(stack.state)
-    if running and running.database != stack.database:
-        raise InputError(
-            f"the stack in {stack.state} runs already, on another database: give the same one "
-            f"({DATABASE_VARIABLE}), or end it first with `layertap down --state {stack.state}`"
-        )
-    if running and running != stack:
+    if running and (running.port, running.s3_port) != (stack.port, stack.s3_port):
         raise InputError(
             f"the stack in {stack.state} runs already, on ports {running.port} and {running.s3_port}: "
             f"give these (--port, --s3-port), or end it first with `layertap down --state {stack.state}`"
