@@ -18,7 +18,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -56,6 +56,8 @@ NUM_STARTS_MEASURED = 3
 
 MARK = "LAYERTAP_SOAK"
 """In the environment of everything that a soak starts."""
+
+CLAIM = re.compile(r"\.claim-\d+$")
 
 KEPT = re.compile("multiprocessing.(forkserver|resource_tracker)")
 
@@ -149,6 +151,7 @@ class Soak:
     def check(self, store: Store, rows: list[dict[str, Any]], model: Any) -> dict[str, int]:
         """Everything promised, seen without the proxy."""
         attempts = {info.path.rsplit("/", 1)[0] for info in store.list("plans") if "/data/" in info.path}
+        assert not (late := claims_of_ended_shards(store)), late
         verify_root(store, num_rows=None).check()
         read = HiddenStates(store)
         assert [read[i]["row"] for i in range(len(read))] == list(range(len(rows)))
@@ -162,6 +165,18 @@ class Soak:
         verify_root(store, num_rows=None).check()
         outcomes = sum(info.path.endswith(".outcome") for info in store.list("plans"))
         return {"shards": outcomes, "tries": len(attempts), "garbage": len(garbage.reasons)}
+
+
+def claims_of_ended_shards(store: Store) -> list[str]:
+    """Claims that were made when their shard's outcome stood already: what is stored was computed again."""
+    state = {info.path: info for info in store.list("plans") if "/state/" in info.path}
+    late = []
+    for path in filter(CLAIM.search, state):
+        outcome = state[CLAIM.sub(".outcome", path)]
+        claimed_at = datetime.fromisoformat(json.loads(store.get(path))["claimed_at"])
+        if claimed_at > outcome.modified_at:
+            late.append(path)
+    return late
 
 
 def main() -> None:

@@ -1,0 +1,27 @@
+"""What the soak asserts of its runs would be noticed if it weren't so."""
+
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from layertap.catalog import Claim
+from layertap.records import now
+from layertap.store import Store
+from tests.soak import claims_of_ended_shards
+from tests.stored import dataset_of, new_catalog, plan_for, some_rows, write_attempt
+
+
+def test_a_claim_of_a_shard_whose_outcome_stood_is_named(store: Store, tmp_path: Path) -> None:
+    catalog = new_catalog(store)
+    plan_id = plan_for(*dataset_of(some_rows(20), tmp_path / "rows.parquet"), catalog).plan_id
+
+    def claimed(number: int, at: str) -> Claim:
+        claim = catalog.claim(plan_id, 0, number, lane="lane-0", details={"claimed_at": at})
+        assert claim is not None
+        return claim
+
+    claimed(1, now())
+    second = claimed(2, now())
+    catalog.commit(second, write_attempt(catalog, second))
+    assert not claims_of_ended_shards(store)
+    claimed(3, (datetime.fromisoformat(now()) + timedelta(minutes=1)).isoformat())
+    assert claims_of_ended_shards(store) == [f"plans/{plan_id}/state/00000.claim-3"]
