@@ -6,7 +6,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from layertap.catalog import Catalog, PlanRecord, Root
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.catalog import ROOT, Catalog, PlanRecord, Root
 from layertap.errors import DatasetError, StoppedError
 from layertap.findings import Findings
 from layertap.host import host_name
@@ -82,14 +85,14 @@ class Run:
         def outlast(operation: Callable[[], _T]) -> _T:
             return StorePause(store).outlast(operation, show)
 
-        root = Root(format_version=FORMAT_VERSION, spec=preview.spec, target=preview.info.to_dict())
-        outlast(lambda: catalog.create_root(root))
-        rows = preview.scan.unique(settled=outlast(catalog.settled).final_keys)
+        rows = outlast(lambda: _missing(preview, catalog))
         plan = preview.plan(rows)
         record, cost = None, preview.estimate(plan)
+        if settings.check_space:
+            check_space(store, cost.data_bytes)
+        root = Root(format_version=FORMAT_VERSION, spec=preview.spec, target=preview.info.to_dict())
+        outlast(lambda: catalog.create_root(root))
         if len(rows):
-            if settings.check_space:
-                check_space(store, cost.data_bytes)
             record = outlast(
                 lambda: take_up(
                     catalog,
@@ -201,3 +204,8 @@ def _checked(store: Store, settings: RunSettings) -> tuple[Preview, int | None]:
         preview = Preview.make(settings)
     found.check()
     return preview, parent
+
+
+def _missing(preview: Preview, catalog: Catalog) -> NDArray[np.int64]:
+    """Rows that are to be extracted: before there is a root, all distinct ones."""
+    return preview.missing_in(catalog) if catalog.store.exists(ROOT) else preview.scan.unique()
