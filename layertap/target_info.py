@@ -274,6 +274,12 @@ def load_config(found: Source) -> Any:
     try:
         return AutoConfig.from_pretrained(found.path, revision=found.revision, trust_remote_code=False)
     except (OSError, LookupError, StrictDataclassError, *OF_WRONG_VALUES) as error:
+        if "trust_remote_code" in str(error):
+            raise TargetError(
+                f"target {found.path!r} comes with its own code (`auto_map` in its {CONFIG}), and layertap "
+                "runs none of that: take a checkpoint whose architecture transformers has, perhaps in a "
+                "newer release"
+            ) from error
         raise TargetError(f"the config of target {found.path}/{CONFIG} can't be used: {error}") from error
 
 
