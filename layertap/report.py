@@ -27,7 +27,8 @@ def check_refused(refused: Mapping[int, str], num_rows: int, max_share: float) -
     first = "".join(f"\n  {reason}" for reason in list(refused.values())[:5])
     raise TooManyRefusedError(
         f"{len(refused):,} of {num_rows:,} rows are refused, above the allowed share of {max_share:.2%}. "
-        f"Mend the dataset, or raise max_refused_share. The first of them:{first}"
+        "Mend the dataset, or raise max_refused_share. `layertap plan` with this dataset and target, or "
+        f"`layertap inspect ROOT --version N` once a version is there, shows more of them than these:{first}"
     )
 
 
