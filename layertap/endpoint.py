@@ -26,7 +26,7 @@ API_KEY = "OPENAI_API_KEY"
 MAX_SHOWN = 300
 """Characters of a server's complaint that are shown."""
 
-TOO_LONG = re.compile("context|length|too long", re.IGNORECASE)
+TOO_LONG = re.compile("context length|(?:longer than|exceeds) .*length|too long", re.IGNORECASE)
 """How servers refuse a prompt that is too long. What they take may be less than the `max_model_len` that they
 tell: SGLang keeps a few tokens for itself, and fewer may fit into its cache."""
 

@@ -72,19 +72,19 @@ class Garbage:
         Raises:
             StoreRefusedError: objects can't be deleted; says how many, which is the first of them, and why.
         """
-        refusals = self._delete_objects()
+        records = {path for path in self.reasons if RECORD.fullmatch(path)}
+        tables = {path for path in self.reasons if path.startswith("versions/") and path.endswith(".parquet")}
+        refusals = _delete(self.store, sorted(records))
+        # a version whose table is gone would be damaged, a table without a version is only litter
+        stay = tables if refusals else set()
+        refusals += _delete(self.store, [path for path in self.reasons if path not in records | stay])
         self._abort_uploads()
         if refusals:
+            and_tables = f", and {len(stay):,} tables stay with their versions" if stay else ""
             raise StoreRefusedError(
-                f"{len(refusals):,} of {len(self.reasons):,} objects can't be deleted, the first of them: "
-                f"{refusals[0]}. Mend that, and do the same again"
+                f"{len(refusals):,} of {len(self.reasons):,} objects can't be deleted{and_tables}. Mend "
+                f"that, and do the same again. The first of them: {refusals[0]}"
             )
-
-    def _delete_objects(self) -> list[StoreRefusedError]:
-        records = [path for path in self.reasons if RECORD.fullmatch(path)]
-        others = [path for path in self.reasons if not RECORD.fullmatch(path)]
-        # a version whose table is gone would be damaged, a table without a version is only litter
-        return _delete(self.store, records) or _delete(self.store, others)
 
     def _abort_uploads(self) -> None:
         for upload in self.uploads:

@@ -54,7 +54,8 @@ class ModelServer:
         if self.context is None or num_tokens < self.context:
             return None
         if self.api == "sglang":
-            return {"error": {"message": f"The input ({num_tokens}) is longer than the model's context"}}
+            theirs = f"the model's context length ({self.context} tokens)"
+            return {"error": {"message": f"The input ({num_tokens} tokens) is longer than {theirs}."}}
         said = f"This model's maximum context length is {self.context} tokens."
         return {"error": {"message": said, "type": "BadRequestError", "code": 400}}
 

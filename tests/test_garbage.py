@@ -356,7 +356,8 @@ def test_all_goes_but_what_the_store_refuses_to_delete_and_that_is_named(
         done = CliRunner().invoke(main, command)
     stay = [f"plans/{plan.plan_id}/data/00000/dead-{k}/batch-00001.safetensors" for k in (1, 2)]
     told = (
-        f"Error: 2 of {num_found} objects can't be deleted, the first of them: can't delete {stay[0]}: Perm"
+        f"Error: 2 of {num_found} objects can't be deleted. Mend that, and do the same again. The first of "
+        f"them: can't delete {stay[0]}: Perm"
     )
     assert num_found > 6 and list(find_garbage(folder_store, older_than=NOW).reasons) == stay
     assert (done.exit_code, done.stderr[: len(told)]) == (1, told)
@@ -370,7 +371,7 @@ def test_a_version_whose_record_must_stay_keeps_its_table(
 ) -> None:
     catalog, _, second = one_of_two_published(folder_store, tmp_path)
     publish(catalog, *second, parent=1)
-    refused = pytest.raises(StoreRefusedError, match="1 of 2 objects can't be deleted")
+    refused = pytest.raises(StoreRefusedError, match="1 of 2 objects .*, and 1 tables stay with")
     with kept(monkeypatch, "versions/1.json"), refused:
         old_versions(folder_store, num_kept=1).delete()
     assert Versions(folder_store).numbers() == [1, 2]

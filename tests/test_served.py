@@ -170,17 +170,20 @@ def test_rows_that_are_too_long_for_the_server_are_left_out_and_counted(
     assert "context" in found.refusal and found.refusal in result.output
 
 
-def test_a_server_that_takes_no_row_is_refused_with_the_way_out(llama_root: Store, llama: Any):
+@pytest.mark.parametrize(("context", "num_too_long"), [(3, 12), (20, 7)])
+def test_a_server_that_takes_too_few_rows_is_refused_with_the_way_out(
+    llama_root: Store, llama: Any, context: int, num_too_long: int
+):
     before = latest(llama_root, 1)
     with (
-        serving(ModelServer(model=llama, context=3)) as address,
+        serving(ModelServer(model=llama, context=context)) as address,
         pytest.raises(
             EndpointError,
-            match=r"takes none of the 3 rows .* too long: look at more with --rows, or serve a longer context"
-            r" .*--max-model-len.* answers 400: .*maximum context length is 3 tokens",
+            match=rf"{num_too_long} of the rows .* half of them or more: serve a longer context .*--max-mod"
+            rf".* answers 400: .*maximum context length is {context} tokens",
         ),
     ):
-        check_served(llama_root, address, num_rows=3)
+        check_served(llama_root, address)
     assert latest(llama_root, 1) == before
 
 

@@ -113,12 +113,6 @@ def test_a_long_lane_keeps_few_samples_from_its_whole_life(
     assert lane_records(folder_store, "plan") == [told]
 
 
-def test_a_record_of_before_the_environment_was_kept_is_read():
-    values = asdict(record())
-    del values["environment"]
-    assert LaneRecord.from_dict(values).computed_by == "not recorded"
-
-
 def test_where_there_is_no_nvml_it_says_so() -> None:
     meter = GpuMeter(CPU)
     meter.sample()
