@@ -108,7 +108,8 @@ def retry(place: str, shards: tuple[int, ...] | None, lanes: int | None, state: 
 def cancel(place: str, state: Path) -> None:
     """End an extraction: all its lanes, and the coordinator if it lives.
 
-    Of a ROOT all runs are ended that have begun to extract; of a RUN that one, also while it waits or plans.
+    Of a ROOT all runs are ended that have begun to extract, and those of `reextract-when-changed` that wait
+    for their turn; of a RUN that one, also while it waits or plans.
     What is committed stays; `retry` goes on with the rest.
     """
     store = _open(place, state)
@@ -126,7 +127,8 @@ def cancel(place: str, state: Path) -> None:
         raise InputError(
             f"no run of {place} has begun to extract; to end one that waits or plans: layertap cancel RUN"
         )
-    click.echo(cancel_runs(store, runs))
+    asked = {(run.request["storage"], run.request["root"]) for run in runs if run.request}
+    click.echo(cancel_runs(store, runs, waiting_on=asked))
 
 
 @click.command()

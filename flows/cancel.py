@@ -19,6 +19,7 @@ from prefect.states import Cancelled, Cancelling
 
 from flows import DEFAULT_STORAGE, OPTIONS
 from flows.flow_runs import read_flow_runs
+from flows.turns import runs_on
 from layertap.catalog import Catalog
 from layertap.run_records import RunRecord, RunRecords
 from layertap.store import Store
@@ -64,19 +65,26 @@ def place_of(flow_run_id: str) -> tuple[str, str]:
     return form.get("storage", DEFAULT_STORAGE), form["root"]
 
 
-def cancel_runs(store: Store, runs: Sequence[RunRecord], *flow_runs: str) -> str:
+def cancel_runs(
+    store: Store,
+    runs: Sequence[RunRecord],
+    *flow_runs: str,
+    waiting_on: Collection[tuple[str, str]] = (),
+) -> str:
     """End runs on a root, first in the store, then in Prefect; returns what was ended, in words.
 
     Args:
         store: the root.
         runs: those that have begun to extract, oldest first.
         flow_runs: other flow runs to end, which may not have come so far.
+        waiting_on: storage block and folder of roots; runs that wait for their turn on one are ended too.
     """
     _stop(store, runs)
     coordinators = {UUID(k) for k in (*flow_runs, *(run.started_by for run in runs)) if k}
     ended = "told the lanes through the store; Prefect's server is away, its states follow"
     with server_may_be_away(), get_client(sync_client=True) as client:
         lanes = _lanes(client, {run.run_id for run in runs})
+        coordinators |= {run.id for run in runs_on(client, waiting_on)}
         ended = _end_all(client, [*_living(client, coordinators), *lanes])
     return ended
 

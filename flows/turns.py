@@ -1,10 +1,11 @@
 """Whose turn it is: of the runs that look after one root one works, and the next waits to look once more."""
 
 import time
+from collections.abc import Collection, Sequence
 from uuid import UUID
 
 from prefect import get_run_logger, runtime
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowFilter,
     FlowFilterName,
@@ -20,7 +21,10 @@ from tasks.artifacts import server_may_be_away
 
 POLL_S = 5.0
 
-RUNNING = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING])))
+AT_WORK = [StateType.RUNNING, StateType.CANCELLING]
+"""One that is being cancelled may hold GPUs yet."""
+
+LOOKING = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=AT_WORK)))
 REEXTRACTIONS = FlowFilter(name=FlowFilterName(any_=["reextract_when_changed"]))
 
 
@@ -33,25 +37,45 @@ def wait_for_turn(form: Reextraction) -> bool:
     """
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(runtime.flow_run.id))
-    ahead = _ahead(own, form)
-    if ahead:
-        get_run_logger().info("another run looks after %s: waiting until it has ended", form.root)
+    ahead, told = _ahead(own, form), None
     while ahead:
-        if form in ahead[1:]:
+        if form in map(_form, _running(ahead)[1:]):
             return False
+        if ahead[0].id != told:
+            told = ahead[0].id
+            get_run_logger().info(
+                "flow run %s looks after %s: waiting until it has ended; to end it: layertap cancel %s",
+                told,
+                form.root,
+                told,
+            )
         time.sleep(POLL_S)
         with server_may_be_away():
             ahead = _ahead(own, form)
     return True
 
 
-def _ahead(own: FlowRun, form: Reextraction) -> list[Reextraction]:
-    """What the runs on the root were asked for that began before this one, oldest first."""
+def runs_on(client: SyncPrefectClient, roots: Collection[tuple[str, str]]) -> list[FlowRun]:
+    """Runs under way that look after one of these roots (storage block, folder), or wait for their turn."""
+    runs = read_flow_runs(client, LOOKING, REEXTRACTIONS)
+    return [run for run in runs if (_form(run).storage, _form(run).root) in roots]
+
+
+def _ahead(own: FlowRun, form: Reextraction) -> list[FlowRun]:
+    """Runs on the root to be waited for: those being cancelled, then those that began before, in order."""
     with get_client(sync_client=True) as client:
-        runs = read_flow_runs(client, RUNNING, REEXTRACTIONS)
-    earlier = sorted((run for run in runs if _began(run) < _began(own)), key=_began)
-    forms = [Reextraction.model_validate(run.parameters["reextraction"]) for run in earlier]
-    return [other for other in forms if (other.storage, other.root) == (form.storage, form.root)]
+        runs = runs_on(client, {(form.storage, form.root)})
+    earlier = [run for run in _running(runs) if _began(run) < _began(own)]
+    cancelling = [run for run in runs if run.state_type == StateType.CANCELLING]
+    return cancelling + sorted(earlier, key=_began)
+
+
+def _running(runs: Sequence[FlowRun]) -> list[FlowRun]:
+    return [run for run in runs if run.state_type == StateType.RUNNING]
+
+
+def _form(run: FlowRun) -> Reextraction:
+    return Reextraction.model_validate(run.parameters["reextraction"])
 
 
 def _began(run: FlowRun) -> float:

@@ -2,17 +2,26 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from prefect.client.orchestration import get_client
-from prefect.states import Completed, Running
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelling, Completed, Running
 
-from flows import turns
+from deployments import run_commands
+from flows import cancel, turns
 from flows.again import reextract_when_changed
 from flows.parameters import Reextraction
+from layertap.run_records import RunRecord, RunRecords
+from layertap.store import Store
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+STORAGE = "s3-bucket/layertap"
 
 
 def running(root: str, **form: Any) -> Any:
@@ -24,9 +33,14 @@ def running(root: str, **form: Any) -> Any:
     return run.id
 
 
-def end(run: Any) -> None:
+def end(run: Any, state: State[Any] | None = None) -> None:
     with get_client(sync_client=True) as client:
-        client.set_flow_run_state(run, Completed(), force=True)
+        client.set_flow_run_state(run, state or Completed(), force=True)
+
+
+def states(*runs: Any) -> list[str | None]:
+    with get_client(sync_client=True) as client:
+        return [client.read_flow_run(run).state_name for run in runs]
 
 
 @pytest.fixture
@@ -62,3 +76,41 @@ def test_a_run_that_was_asked_for_something_else_waits_behind_all(turn_of: Calla
     assert turn_of(runs[2], Reextraction(root="c", dataset="other"), meanwhile=lambda: end(next(left)))
     assert next(left, None) is None, "it waited for both"
     end(runs[2])
+
+
+def test_a_run_that_is_being_cancelled_is_waited_for_and_named(
+    turn_of: Callable[..., bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead, waiting = running("d"), running("d")
+    end(ahead, Cancelling())
+    with caplog.at_level(logging.INFO):
+        assert turn_of(waiting, Reextraction(root="d"), meanwhile=lambda: end(ahead))
+    assert states(ahead) == ["Completed"], "it waited"
+    assert f"layertap cancel {ahead}" in caplog.text
+    end(waiting)
+
+
+def test_one_that_waited_and_is_being_cancelled_looks_for_nobody(turn_of: Callable[..., bool]) -> None:
+    runs = [running("e") for _ in range(3)]
+    end(runs[1], Cancelling())
+    left = iter(runs[:2])
+    assert turn_of(runs[2], Reextraction(root="e"), meanwhile=lambda: end(next(left)))
+    assert next(left, None) is None, "it waited for both"
+    end(runs[2])
+
+
+def test_with_the_runs_on_a_root_those_are_cancelled_that_wait_there(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancel, "PATIENCE_S", 0.0)  # nobody carries out what is asked of these runs
+    works, waits, elsewhere = running("f"), running("f", still_s=5), running("g")
+    request = {"root": "f", "storage": STORAGE}
+    for run_id, started_by, asked in (("1", "", {}), ("2", str(works), request)):
+        record = RunRecord(
+            run_id=run_id, plan_id="plan", started_at=run_id, started_by=started_by, request=asked
+        )
+        RunRecords(folder_store).put(record)
+    told = CliRunner().invoke(run_commands.cancel, [folder_store.uri, "--state", str(tmp_path)])
+    assert told.exit_code == 0, told.output
+    assert states(works, waits, elsewhere) == ["Cancelled", "Cancelled", "Running"]
+    end(elsewhere)
