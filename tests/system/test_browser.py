@@ -117,7 +117,7 @@ def test_a_day_in_the_browser(stack: RealStack, target: str, tmp_path: Path, pag
         open_artifacts(page, url)
         page.get_by_text("layertap-failures").first.click()
         expect(page.get_by_text("shard-00001.arrow has the checksum").first).to_be_visible()
-        expect(page.get_by_text("layertap retry").first).to_be_visible()
+        expect(page.get_by_text("layertap void").first).to_be_visible()
         shoot(page, "failures")
         page.get_by_role("link", name=re.compile("^lane-")).first.click()
         expect(page.get_by_text("extraction_lane").first).to_be_visible()

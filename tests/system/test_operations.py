@@ -198,12 +198,12 @@ def test_a_shard_that_fails_says_why_and_is_retried_when_the_reason_is_gone(
         assert run.returncode == 1 and "shard 1 with: IntegrityError" in output
         uri = stack.store("failing").uri
         told = failing_layertap("failures", uri, "--state", stack.state)
-    for expected in ("shard-00001.arrow has the checksum", "Traceback", "failed for good", "layertap retry"):
+    for expected in ("shard-00001.arrow has the checksum", "Traceback", "failed for good", "layertap void"):
         assert expected in told
     (coordinator,) = stack.runs_of("extract_hidden_states", "failing")
     artifacts = stack.ask("artifacts", flow_runs={"id": {"any_": [coordinator["id"]]}})
     (shown,) = [a["data"] for a in artifacts if a["key"] == "layertap-failures"]
-    assert "IntegrityError" in shown and f"layertap retry {uri}" in shown
+    assert "IntegrityError" in shown and f"layertap void {uri}" in shown
 
     deployment = stack.ask("deployments", deployments={"name": {"any_": ["retry-failed-shards"]}})[0]["id"]
     form = {"retry": {"root": "failing", "shards": [1]}}
