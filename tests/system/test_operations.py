@@ -212,3 +212,30 @@ def test_a_shard_that_fails_says_why_and_is_retried_when_the_reason_is_gone(
     run_of(stack, "retry_failed_shards", "failing", "COMPLETED")
     assert_read_back(stack.store("failing"), rows, tiny_llama())
     assert "0 shards have failed" in stack.layertap("failures", uri)
+
+
+def test_a_lane_that_is_retried_in_the_ui_computes_what_is_missing_and_its_run_then_publishes(
+    stack: RealStack, target: str, tmp_path: Path
+) -> None:
+    rows = some_rows(300, seed=9)
+    options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "lane-again")
+    assert stack.stack.daemon("lanes").end(90)
+    run = start(options)
+    with damaged_shard(stack, "lane-again"):
+        assert run.wait(400) == 1
+    before = {path: stack.store("lane-again").head(path) for path in stack.outcomes("lane-again")}
+
+    lane = stack.runs_of("extraction_lane", "lane-again")[0]["id"]
+    set_state(stack, lane, "SCHEDULED", "AwaitingRetry")
+    wait_for(lambda: state_of(stack, lane) == "COMPLETED")
+    (again,) = stack.ask("flow_runs", flow_runs={"id": {"any_": [lane]}})
+    assert again["state"]["message"].startswith("1 shards committed")
+    after = {path: stack.store("lane-again").head(path) for path in stack.outcomes("lane-again")}
+    assert len(after) == len(before) + 1 and before.items() <= after.items()
+
+    (coordinator,) = stack.runs_of("extract_hidden_states", "lane-again")
+    set_state(stack, coordinator["id"], "SCHEDULED", "AwaitingRetry")
+    done = run_of(stack, "extract_hidden_states", "lane-again", "COMPLETED")
+    assert "300 of 300 rows are stored" in done["state"]["message"]
+    assert stack.outcomes("lane-again") == [*after]
+    assert_read_back(stack.store("lane-again"), rows, tiny_llama())
