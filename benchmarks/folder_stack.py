@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deployments.daemons import answers
-from deployments.stack import Stack
+from deployments.stack import Stack, start_server
 
 BLOCK = "whole-system"
 
@@ -25,12 +24,9 @@ def stack_of(state: Path, store: Path, num_lanes: int, port: int) -> Iterator[St
         port: of the server.
     """
     stack = Stack(state=state, port=port)
-    (stack.state / "prefect").mkdir(parents=True)
-    server = stack.daemon("server")
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1"]
+    stack.state.mkdir(parents=True, exist_ok=True)
     try:
-        server.start([*command, "--port", str(port)], stack.server_environment())
-        server.wait_until(lambda: answers(f"{stack.api_url}/health"), 180)
+        start_server(stack)
         stack.use()
         deploy_to(stack, store)
         workers = [sys.executable, "-m", "layertap.cli", "workers"]

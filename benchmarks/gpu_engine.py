@@ -50,6 +50,9 @@ SIGMA = 0.9
 BARRIER_S = 300.0
 """Seconds, beside those in which the first GPU runs alone, that GPUs wait for one another."""
 
+EARLY = 4
+"""Place of the shard with the longest row: after those that warm the engine up, within any stretch."""
+
 
 def log_normal_lengths(
     num_rows: int, mean_length: int, max_length: int, random: np.random.Generator
@@ -57,10 +60,6 @@ def log_normal_lengths(
     """[num_rows] lengths as real chats have them."""
     lengths = random.lognormal(np.log(mean_length) - SIGMA**2 / 2, SIGMA, num_rows)
     return np.clip(np.rint(lengths), 1, max_length).astype(np.int32)
-
-
-EARLY = 4
-"""Place of the shard with the longest row: after those that warm the engine up, within any stretch."""
 
 
 def shards_of(options: argparse.Namespace, spec: ExtractionSpec) -> tuple[list[ShardRows], Plan]:

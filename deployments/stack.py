@@ -145,7 +145,7 @@ def up(stack: Stack, *, num_lanes: int | None = None, say: Callable[[str], None]
         say("object store")
         objects = _start_objects(stack)
         say("Prefect's server")
-        _start_server(stack)
+        start_server(stack)
         stack.save()  # not before: a mistyped database would be the folder's for good
         stack.use()
         say("work pools, deployments, automations")
@@ -215,7 +215,8 @@ def _save_block(objects: ObjectServer) -> None:
     )
 
 
-def _start_server(stack: Stack) -> None:
+def start_server(stack: Stack) -> None:
+    """Start Prefect's server, unless it runs, and wait until it answers."""
     server = stack.daemon("server")
     if server.process() is None:
         check_port_free(stack.port, purpose="Prefect's server", option="--port")

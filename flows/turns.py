@@ -58,13 +58,13 @@ def wait_for_turn(form: Reextraction) -> bool:
 def runs_on(client: SyncPrefectClient, roots: Collection[tuple[str, str]]) -> list[FlowRun]:
     """Runs under way that look after one of these roots (storage block, folder), or wait for their turn."""
     runs = read_flow_runs(client, LOOKING, REEXTRACTIONS)
-    return [run for run in runs if (_form(run).storage, _form(run).root) in roots]
+    return [run for run in runs if _place(_form(run)) in roots]
 
 
 def _ahead(own: FlowRun, form: Reextraction) -> list[FlowRun]:
     """Runs on the root to be waited for: those being cancelled, then those that began before, in order."""
     with get_client(sync_client=True) as client:
-        runs = runs_on(client, {(form.storage, form.root)})
+        runs = runs_on(client, {_place(form)})
     earlier = [run for run in _running(runs) if _began(run) < _began(own)]
     cancelling = [run for run in runs if run.state_type == StateType.CANCELLING]
     return cancelling + sorted(earlier, key=_began)
@@ -76,6 +76,10 @@ def _running(runs: Sequence[FlowRun]) -> list[FlowRun]:
 
 def _form(run: FlowRun) -> Reextraction:
     return Reextraction.model_validate(run.parameters["reextraction"])
+
+
+def _place(form: Reextraction) -> tuple[str, str]:
+    return form.storage, form.root
 
 
 def _began(run: FlowRun) -> float:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from layertap.background import at_once
 from layertap.catalog import Catalog, PlanRecord
 from layertap.errors import IntegrityError
 from layertap.settled import Settled, way_out
 from layertap.shard_state import ShardState, ShardStatus, shard_state
-from layertap.watch import at_once
 
 HOPELESS = "failed for good"
 TRIED_AGAIN = "will be tried again"

@@ -8,7 +8,6 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from io import BytesIO
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from layertap import fidelity
+from layertap.background import at_once
 from layertap.catalog import DATA_OBJECT, HAS_ENDED, SHARD_FILE, Catalog
 from layertap.errors import FormatError, IntegrityError, NotFoundError, StoreError, StoreRefusedError
 from layertap.shard_state import ShardState
@@ -36,8 +36,6 @@ UNREADABLE = (
 
 DELETED_AT_ONCE = 1000
 """As many as a request to S3 may name."""
-
-REQUESTS_AT_ONCE = 8
 
 LIFECYCLE_RULE = "let a lifecycle rule abort incomplete ones"
 
@@ -107,9 +105,8 @@ def _refused(store: Store, paths: Sequence[str]) -> list[StoreRefusedError]:
     except StoreRefusedError as error:
         if len(paths) == 1:
             return [error]
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:  # which of them it was the store needn't say
-            found = pool.map(lambda path: _refused(store, [path]), paths)
-            return [refusal for refusals in found for refusal in refusals]
+        found = at_once(lambda path: _refused(store, [path]), paths)  # which it was the store needn't say
+        return [refusal for refusals in found.values() for refusal in refusals]
     return []
 
 

@@ -32,7 +32,7 @@ def match(mine: StoredRows, theirs: StoredRows, their_missing: pa.Table) -> tupl
     not_mine = mine.missing_here
     keys = not_mine["extraction_key"].to_pylist()
     missing_keys = np.frombuffer(b"".join(key or bytes(KEY_BYTES) for key in keys), np.uint8)
-    found = theirs.find(np.concatenate([mine.keys.ravel(), missing_keys]))
+    found = theirs.find(np.concatenate([mine.keys, missing_keys.reshape(-1, KEY_BYTES)]))
     at, in_theirs = found[: len(mine.keys)], found[len(mine.keys) :]
     lost = np.flatnonzero(at < 0)
     only_mine = pa.table(

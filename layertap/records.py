@@ -324,6 +324,15 @@ def sortable(keys: NDArray[np.uint8]) -> NDArray[np.bytes_]:
     return np.ascontiguousarray(keys).view(f"S{KEY_BYTES}").ravel()
 
 
+def find_keys(keys: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """[n] index among the ascending keys [m, 16] of each of the wanted ones [n, 16], -1 if it isn't there."""
+    if not len(keys):
+        return np.full(len(wanted), -1, np.int64)
+    mine, theirs = sortable(keys), sortable(wanted)
+    at = np.minimum(np.searchsorted(mine, theirs), len(mine) - 1)
+    return np.where(mine[at] == theirs, at, -1)
+
+
 def keys_xor(keys: NDArray[np.uint8]) -> str:
     """XOR of extraction keys [n, 16] as 32 hex digits: with the count, a fingerprint of their set."""
     xor: NDArray[np.uint8] = np.bitwise_xor.reduce(keys, axis=0, initial=0)

@@ -20,7 +20,7 @@ from layertap.cache import DiskCache
 from layertap.catalog import Catalog
 from layertap.epoch import RowPlaces, Rows
 from layertap.errors import CatalogError, IntegrityError, NotFoundError
-from layertap.records import keys_of, sortable
+from layertap.records import find_keys, keys_of, sortable
 from layertap.store import Store, crc64nvme
 from layertap.versions import Version, Versions
 
@@ -101,12 +101,9 @@ class StoredRows:
         self.places = RowPlaces(**{f.name: getattr(self.places, f.name)[rows] for f in fields(RowPlaces)})
 
     def find(self, keys: NDArray[np.uint8]) -> Rows:
-        """Which row has each of these extraction keys, of 16 bytes each; -1 where none has."""
-        wanted, in_order = sortable(keys), np.argsort(sortable(self.keys), kind="stable")
-        mine = sortable(self.keys)[in_order]
-        at = np.searchsorted(mine, wanted)
-        is_there = np.append(mine, np.bytes_(b""))[at] == wanted
-        return np.where(is_there, np.append(in_order, -1)[at], -1)
+        """Which row has each of these extraction keys [n, 16]; -1 where none has."""
+        in_order = np.argsort(sortable(self.keys), kind="stable")
+        return np.append(in_order, -1)[find_keys(self.keys[in_order], keys)]
 
     @property
     def missing_here(self) -> pa.Table:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, TypeVar
@@ -12,16 +11,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from layertap.background import at_once
 from layertap.errors import CatalogError, IntegrityError, NotFoundError
-from layertap.records import KEY_BYTES, Outcome, get_checked, keys_of, may_be_tried_again, sortable
+from layertap.records import (
+    KEY_BYTES,
+    Outcome,
+    find_keys,
+    get_checked,
+    keys_of,
+    may_be_tried_again,
+    sortable,
+)
 from layertap.store import Store
 
 if TYPE_CHECKING:
     from layertap.catalog import Catalog
 
 log = logging.getLogger(__name__)
-
-REQUESTS_AT_ONCE = 8
 
 WITHDRAW = "withdraw them with `layertap void"
 
@@ -66,11 +72,7 @@ class Settled:
 
     def find(self, keys: NDArray[np.uint8]) -> NDArray[np.int64]:
         """[n] index of each of the keys [n, 16], -1 where it isn't settled."""
-        if not len(self.keys):
-            return np.full(len(keys), -1, np.int64)
-        mine, wanted = sortable(self.keys), sortable(keys)
-        at = np.minimum(np.searchsorted(mine, wanted), len(mine) - 1)
-        return np.where(mine[at] == wanted, at, -1)
+        return find_keys(self.keys, keys)
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,8 @@ def read_settled(catalog: "Catalog") -> Settled:
     """
     committed = {plan_id: catalog.committed(plan_id) for plan_id in catalog.plans()}
     _refuse_other_specs(catalog, committed)
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        places = [(plan_id, shard) for plan_id, shards in committed.items() for shard in shards]
-        return _merge(list(pool.map(lambda at: _read_part(catalog, *at), places)))
+    places = [(plan_id, shard) for plan_id, shards in committed.items() for shard in shards]
+    return _merge([*at_once(lambda at: _read_part(catalog, *at), places).values()])
 
 
 def _refuse_other_specs(catalog: "Catalog", committed: Mapping[str, list[int]]) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from layertap.background import at_once
 from layertap.catalog import Catalog, PlanRecord
 from layertap.shard_state import ShardState, shard_state
-from layertap.watch import at_once
 
 COUNTS = ("shard", "claims", "failures", "deaths", "planned_rows", "planned_tokens")
 RESULTS = ("rows", "tokens", "bytes", "refused", "splits")

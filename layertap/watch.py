@@ -2,22 +2,18 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
+from layertap.background import at_once
 from layertap.catalog import HAS_ENDED, Catalog, PlanRecord
 from layertap.progress import Rate, format_duration
 from layertap.records import Outcome
 from layertap.report import MAX_TABLE_ROWS, Work
 from layertap.shard_state import ShardState, ShardStatus
 from layertap.watcher import BEAT_S, Watcher
-
-REQUESTS_AT_ONCE = 16
-
-_Read = TypeVar("_Read")
 
 SETTLED_STATES = (*HAS_ENDED, ShardState.FAILED)
 
@@ -196,9 +192,3 @@ class Watch:
 def _tokens_per_s(outcome: Outcome) -> int:
     start, end = map(datetime.fromisoformat, (outcome.started_at, outcome.ended_at))
     return round(outcome.num_tokens / max(1.0, (end - start).total_seconds()))  # told in whole seconds
-
-
-def at_once(read: Callable[[int], _Read], shards: Sequence[int]) -> dict[int, _Read]:
-    """What is read of each shard, some at a time: a request to a store takes a while."""
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        return dict(zip(shards, pool.map(read, shards), strict=True))

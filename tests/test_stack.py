@@ -94,7 +94,7 @@ def test_a_database_that_no_server_started_on_is_not_kept(
         raise DaemonError("it can't connect")
 
     monkeypatch.setattr(stack, "_start_objects", lambda _: None)
-    monkeypatch.setattr(stack, "_start_server", no_server)
+    monkeypatch.setattr(stack, "start_server", no_server)
     with pytest.raises(DaemonError):
         stack.up(Stack(state=tmp_path, database=DATABASE), num_lanes=1, say=lambda _: None)
     assert Stack.load(tmp_path) is None

@@ -88,12 +88,13 @@ def _show_plans(catalog: "Catalog") -> None:
     from layertap.watch import Watch
 
     table = empty_table("plan", "rows", "tokens", "done", "shards")
-    for plan_id in catalog.plans():
+    plan_ids = catalog.plans()
+    for plan_id in plan_ids:
         seen = Watch(catalog, catalog.plan(plan_id)).poll()
         shards = ", ".join(f"{count:,} {state}" for state, count in sorted(seen.shards_by_state.items()))
         table.add_row(plan_id, f"{seen.num_rows:,}", f"{seen.num_tokens:,}", f"{seen.percent:.1f}%", shards)
     Console(highlight=False).print(table)
-    for plan_id in catalog.plans():
+    for plan_id in plan_ids:
         if records := lane_records(catalog.store, plan_id):
             click.echo(f"plan {plan_id}, lanes of its last run: {bottleneck_of(records)}")
 
