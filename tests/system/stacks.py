@@ -195,3 +195,15 @@ def free_ports() -> tuple[int, int]:
             return first, first + 1
         except InputError:
             continue
+
+
+@contextmanager
+def failing_run(stack: RealStack, dataset: str, target: str, root: str) -> Iterator[str]:
+    """What a run printed that failed at its shard 1, which can't be read until the context ends."""
+    options = stack.run_options(dataset, target, root)
+    assert stack.stack.daemon("lanes").end(90)
+    run = start(options)
+    with damaged_shard(stack, root):
+        output, _ = run.communicate(timeout=400)
+        assert run.returncode == 1
+        yield output

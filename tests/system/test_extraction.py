@@ -23,12 +23,16 @@ LOCKED_S = 45.0
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
-def wait_until_under_way(stack: RealStack, root: str, run: "subprocess.Popen[str]") -> None:
+def run_under_way(stack: RealStack, dataset: str, target: str, root: str) -> "subprocess.Popen[str]":
+    """A run of many shards, of which some are done."""
+    run = start(stack.run_options(dataset, target, root, shard_tokens=150))
+
     def some_shards_are_done() -> bool:
         assert run.poll() is None, run.communicate()[0]
         return len(stack.outcomes(root)) >= 5
 
     wait_for(some_shards_are_done)
+    return run
 
 
 def assert_succeeds(run: "subprocess.Popen[str]") -> None:
@@ -88,9 +92,7 @@ def test_a_lane_killed_half_way_costs_no_row_and_doubles_none(
     stack: RealStack, target: str, tmp_path: Path
 ) -> None:
     rows = some_rows(1003, seed=1)
-    options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "killed", shard_tokens=150)
-    run = start(options)
-    wait_until_under_way(stack, "killed", run)
+    run = run_under_way(stack, save_rows(rows, tmp_path / "rows"), target, "killed")
     first, *_ = [r for r in stack.runs_of("extraction_lane", "killed") if r["state_type"] == "RUNNING"]
     stack.engine(first["id"]).kill()
 
@@ -106,9 +108,7 @@ def test_stopped_workers_leave_no_run_running_and_the_run_goes_on_with_new_ones(
     stack: RealStack, target: str, tmp_path: Path
 ) -> None:
     rows = some_rows(800, seed=2)
-    options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "stopped", shard_tokens=150)
-    run = start(options)
-    wait_until_under_way(stack, "stopped", run)
+    run = run_under_way(stack, save_rows(rows, tmp_path / "rows"), target, "stopped")
     engines = [
         stack.engine(lane["id"])
         for lane in stack.runs_of("extraction_lane", "stopped")
@@ -154,8 +154,7 @@ def test_a_database_that_is_locked_in_mid_run_stops_nothing(
     stack: RealStack, target: str, tmp_path: Path
 ) -> None:
     rows = some_rows(1003, seed=10)
-    run = start(stack.run_options(save_rows(rows, tmp_path / "rows"), target, "locked", shard_tokens=150))
-    wait_until_under_way(stack, "locked", run)
+    run = run_under_way(stack, save_rows(rows, tmp_path / "rows"), target, "locked")
     with locked(stack.stack.state / "prefect" / "prefect.db"):
         before = len(stack.outcomes("locked"))
         wait_for(lambda: len(stack.outcomes("locked")) > before)  # lanes go on without it

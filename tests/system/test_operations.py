@@ -11,15 +11,14 @@ from tests.models import tiny_llama
 from tests.runs import Rows, assert_read_back, save_rows, some_rows
 from tests.system.stacks import (
     RealStack,
-    damaged_shard,
     failing_layertap,
+    failing_run,
     layertap,
     run_of,
-    start,
     wait_for,
     working_lanes,
 )
-from tests.system.test_extraction import assert_succeeds, final_states, wait_until_under_way
+from tests.system.test_extraction import assert_succeeds, final_states, run_under_way
 
 ON_POSTGRES = pytest.param("postgres", marks=pytest.mark.debian)
 ON_SQLITE = pytest.param("sqlite", marks=pytest.mark.long)
@@ -85,8 +84,7 @@ def test_a_run_cancelled_in_the_ui_frees_its_lanes_and_retry_computes_only_the_r
     stack: RealStack, target: str, tmp_path: Path
 ) -> None:
     rows = some_rows(1003, seed=1)
-    run = start(stack.run_options(save_rows(rows, tmp_path / "rows"), target, "cancelled", shard_tokens=150))
-    wait_until_under_way(stack, "cancelled", run)
+    run = run_under_way(stack, save_rows(rows, tmp_path / "rows"), target, "cancelled")
     engines = [stack.engine(lane["id"]) for lane in working_lanes(stack, "cancelled")]
     (coordinator,) = stack.runs_of("extract_hidden_states", "cancelled")
     set_state(stack, coordinator["id"], "CANCELLING", "Cancelling")
@@ -109,8 +107,7 @@ def test_a_run_whose_coordinator_is_dead_is_cancelled_through_the_store(
     stack: RealStack, target: str, tmp_path: Path
 ) -> None:
     dataset = save_rows(some_rows(1003, seed=3), tmp_path / "rows")
-    run = start(stack.run_options(dataset, target, "orphaned", shard_tokens=150))
-    wait_until_under_way(stack, "orphaned", run)
+    run = run_under_way(stack, dataset, target, "orphaned")
     lanes = [stack.engine(lane["id"]) for lane in working_lanes(stack, "orphaned")]
     (coordinator,) = stack.runs_of("extract_hidden_states", "orphaned")
     engine = stack.engine(coordinator["id"])
@@ -133,8 +130,7 @@ def test_a_server_that_restarts_in_mid_run_stops_nothing(
     stack: RealStack, target: str, tmp_path: Path
 ) -> None:
     rows = some_rows(1003, seed=4)
-    run = start(stack.run_options(save_rows(rows, tmp_path / "rows"), target, "restarted", shard_tokens=150))
-    wait_until_under_way(stack, "restarted", run)
+    run = run_under_way(stack, save_rows(rows, tmp_path / "rows"), target, "restarted")
     server = stack.stack.daemon("server").process()
     assert server is not None
     for process in (server, *server.children(recursive=True)):
@@ -163,8 +159,7 @@ def test_after_a_power_cut_runs_are_found_dead_and_the_coordinator_starts_again(
 ) -> None:
     rows = some_rows(1003, seed=9)
     stack.declare_dead_after(SILENCE_S)
-    run = start(stack.run_options(save_rows(rows, tmp_path / "rows"), target, "power-cut", shard_tokens=150))
-    wait_until_under_way(stack, "power-cut", run)
+    run = run_under_way(stack, save_rows(rows, tmp_path / "rows"), target, "power-cut")
     (coordinator,) = stack.runs_of("extract_hidden_states", "power-cut")
     lanes = working_lanes(stack, "power-cut")
     dead = [coordinator["id"], *(lane["id"] for lane in lanes)]
@@ -190,12 +185,8 @@ def test_a_shard_that_fails_says_why_and_is_retried_when_the_reason_is_gone(
     stack: RealStack, target: str, tmp_path: Path
 ) -> None:
     rows = some_rows(300, seed=5)
-    options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "failing")
-    assert stack.stack.daemon("lanes").end(90)
-    run = start(options)
-    with damaged_shard(stack, "failing"):
-        output, _ = run.communicate(timeout=400)
-        assert run.returncode == 1 and "shard 1 with: IntegrityError" in output
+    with failing_run(stack, save_rows(rows, tmp_path / "rows"), target, "failing") as output:
+        assert "shard 1 with: IntegrityError" in output
         uri = stack.store("failing").uri
         told = failing_layertap("failures", uri, "--state", stack.state)
     for expected in ("shard-00001.arrow has the checksum", "Traceback", "failed for good", "layertap void"):
@@ -218,11 +209,8 @@ def test_a_lane_that_is_retried_in_the_ui_computes_what_is_missing_and_its_run_t
     stack: RealStack, target: str, tmp_path: Path
 ) -> None:
     rows = some_rows(300, seed=9)
-    options = stack.run_options(save_rows(rows, tmp_path / "rows"), target, "lane-again")
-    assert stack.stack.daemon("lanes").end(90)
-    run = start(options)
-    with damaged_shard(stack, "lane-again"):
-        assert run.wait(400) == 1
+    with failing_run(stack, save_rows(rows, tmp_path / "rows"), target, "lane-again"):
+        pass
     before = {path: stack.store("lane-again").head(path) for path in stack.outcomes("lane-again")}
 
     lane = stack.runs_of("extraction_lane", "lane-again")[0]["id"]
