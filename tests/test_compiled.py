@@ -74,7 +74,7 @@ def test_a_gpu_kernel_behind_the_operator_is_named_and_refused_on_a_cpu(
     monkeypatch.setattr(modeling, DELTA_RULE, lambda *args, **kwargs: implementation(*args, **kwargs))
     compile_layers(first._backbone.layers)
     assert first.environment()["kernels"][DELTA_RULE] == "fla.ops.gated_delta_rule"
-    with pytest.raises(TargetError, match=r"runs on a GPU only \(fla.ops.gated_delta_rule\)"):
+    with pytest.raises(TargetError, match=r"runs on a GPU only \(fla\."):
         Target.from_backbone(second, spec=SPEC)
 
 
@@ -194,7 +194,8 @@ def test_a_block_with_biases_or_quantised_weights_stays_as_it_is() -> None:
 def test_slow_reference_code_is_refused_on_a_gpu_with_the_way_out() -> None:
     layers = tiny_hybrid().model.layers
     refuse_slow_kernels(layers, torch.device("cpu"))
-    with pytest.raises(TargetError, match="torch_chunk_gated_delta_rule would run.*install flash-linear-att"):
+    slow = f"({DELTA_RULE}|{CONVOLUTION}) would run.*install flash-linear-att"  # which, depends on the host
+    with pytest.raises(TargetError, match=slow):
         refuse_slow_kernels(layers, torch.device("cuda"))
     refuse_slow_kernels(tiny_llama().model.layers, torch.device("cuda"))
 
