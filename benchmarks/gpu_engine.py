@@ -6,9 +6,10 @@ Row lengths are log-normal. Batches are planned, extracted and put as in a real 
 shards are deleted once their checksums are verified. In the same process: the matrix product alone (the
 ceiling), a batch of one row, and the forward pass of the same batches alone, eager and compiled. Clocks
 differ between cards and with heat, so compare within a run. Random weights are made so that
-rounding isn't amplified (`layertap.bench.random_targets`); a self-check is shown.
+rounding isn't amplified (`layertap.bench.random_targets`). What is timed must pass the self-check and run on
+no slow kernel.
 
-With `--gpus N` one process a GPU: first the first alone, then all at once. Figures are printed as they come,
+With `--gpus N` one process a GPU: first each one alone, then all at once. Figures are printed as they come,
 then the ratios as a table.
 """
 
@@ -34,8 +35,8 @@ from benchmarks.gpu_table import ratios
 from benchmarks.steady_run import SteadyRun
 from layertap.bench.command import show
 from layertap.bench.forward import Batch, batch_of, forward_alone, matmul_flops_per_s, synchronize
+from layertap.bench.probes import GilTicker
 from layertap.bench.random_targets import LAYER_IDS, build
-from layertap.errors import SelfCheckError
 from layertap.extract import Extractor
 from layertap.gpu_caches import use_caches
 from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
@@ -48,7 +49,10 @@ from layertap.target import Target
 SIGMA = 0.9
 
 BARRIER_S = 300.0
-"""Seconds, beside those in which the first GPU runs alone, that GPUs wait for one another."""
+"""Seconds, beside those in which a GPU runs alone, that GPUs wait for one another."""
+
+PROFILED = 4
+"""Batches one after another of which the kernels are listed."""
 
 EARLY = 4
 """Place of the shard with the longest row: after those that warm the engine up, within any stretch."""
@@ -101,6 +105,7 @@ def engine(
                 clock=clock,
             ) as extractor,
             timed_taps(target) as taps,
+            GilTicker() as ticker,
         ):
             run = SteadyRun(extractor, shards, folder, clock)
             counted_s, num_rows, num_tokens = run.measure(seconds)
@@ -125,6 +130,7 @@ def engine(
         "num_refused": sum(len(r.refused) for r in run.results),
         "num_splits": sum(r.num_splits for r in run.results),
         "host_memory_gib": peaks.get("host GiB", 0.0),
+        "gil_waits_of_a_ticking_thread": ticker.figures(),
     }
 
 
@@ -138,24 +144,40 @@ def padded_batches(shard: ShardRows, device: torch.device) -> Iterator[Batch]:
         yield len(rows), int(shard.num_tokens[rows].sum()), torch.from_numpy(ids).to(device)
 
 
-def kernels(target: Target, ids_BT: torch.Tensor, num_rows: int = 20) -> list[dict[str, Any]]:
-    """The kernels of one batch, by their share of its time on the GPU."""
+def kernels(target: Target, ids_BT: torch.Tensor, num_rows: int = 20) -> dict[str, Any]:
+    """The kernels of a batch by their share of its time on the GPU, and how long none runs between them."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with torch.inference_mode(), profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        target.tap(ids_BT)
+        for _ in range(PROFILED):
+            target.tap(ids_BT)
         synchronize(target.device)
+    spans = [e.time_range for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    busy_us, span_us = covered([(span.start, span.end) for span in spans])
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in events)
-    return [
+    table = [
         {
             "kernel": event.key,
-            "calls": event.count,
-            "ms": event.self_device_time_total / 1e3,
+            "calls": event.count / PROFILED,
+            "ms": event.self_device_time_total / PROFILED / 1e3,
             "share": event.self_device_time_total / total,
         }
         for event in events[:num_rows]
     ]
+    return {"batch_ms": span_us / PROFILED / 1e3, "idle_share": 1 - busy_us / span_us, "kernels": table}
+
+
+def covered(spans: list[tuple[float, float]]) -> tuple[float, float]:
+    """How much of the time from the first begin to the last end lies in any of the spans, and all of it."""
+    spans = sorted(spans)
+    first = end = spans[0][0]
+    inside = 0.0
+    for begin, until in spans:
+        inside += max(0.0, until - max(begin, end))
+        end = max(end, until)
+    return inside, end - first
 
 
 @contextmanager
@@ -208,10 +230,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     target = Target.from_backbone(build(options.shape, options.device), spec=spec)
     flops_per_token = 2 * target.info.executed_parameters(spec)  # attention itself isn't counted
     found: dict[str, Any] = {"loading_s": time.perf_counter() - start}
-    try:
-        found["self_check"] = target.self_check()
-    except SelfCheckError as error:
-        found["self_check"] = str(error)
+    found["eager_kernels"] = target.environment()["kernels"]
     shards, plan = shards_of(options, spec)
     cost = estimate(
         plan, spec=spec, hidden_size=target.info.hidden_size, num_parameters=target.info.num_parameters
@@ -233,6 +252,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         target.compile(max_batch_tokens=options.max_batch_tokens)
         synchronize(device)
         found["compiling_s"] = time.perf_counter() - start
+        target.refuse_slow_kernels()
+    found["self_check"] = target.self_check()
+    if options.compile:
         found |= alone("compiled", options, target, some)
     say(**found)
     found["environment"] = target.environment()
@@ -266,15 +288,18 @@ def alone(how: str, options: argparse.Namespace, target: Target, batches: list[B
 def alone_then_together(
     options: argparse.Namespace, target: Target, shards: list[ShardRows], cost: Estimate
 ) -> dict[str, Any] | None:
-    """The first GPU runs while the others wait, but not for ever; then all go on together."""
-    alone = engine(options.seconds, options, target, shards, cost) if options.rank == 0 else None
-    say(alone=alone)
-    (options.barrier / str(options.rank)).touch()
-    deadline = time.monotonic() + options.seconds + BARRIER_S
-    while (num_there := len(list(options.barrier.glob("[0-9]")))) < options.of:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"only {num_there} of {options.of} GPUs are ready to go on together")
-        time.sleep(0.05)
+    """Each GPU runs while the others wait, but not for ever; then all go on together."""
+    alone = None
+    for rank in range(options.of):
+        if rank == options.rank:
+            alone = engine(options.seconds, options, target, shards, cost)
+            say(alone=alone)
+            (options.barrier / str(rank)).touch()
+        deadline = time.monotonic() + options.seconds + BARRIER_S
+        while not (options.barrier / str(rank)).exists():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"GPU {rank} of {options.of} isn't ready to go on together")
+            time.sleep(0.05)
     return alone
 
 
@@ -295,9 +320,8 @@ def measure_several(options: argparse.Namespace, arguments: list[str]) -> dict[s
         if any(codes):
             raise SystemExit(f"exit codes {codes}")
         found = [json.loads((folder / f"{k}.json").read_text()) for k in range(options.gpus)]
-    alone = found[0]["alone"]["tokens_per_s"]
-    rates = [one["engine"]["tokens_per_s"] for one in found]
-    summary = {"one_alone": alone, "together": rates, "ratio": sum(rates) / alone}
+    alone, rates = ([one[when]["tokens_per_s"] for one in found] for when in ("alone", "engine"))
+    summary = {"alone": alone, "together": rates, "ratio": len(rates) * sum(rates) / sum(alone)}
     say(**summary)
     return {**summary, "gpus": found}
 

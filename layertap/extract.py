@@ -362,8 +362,10 @@ class _Shard:
     def _put(self, batch: _Batch, slot: Slot, refused: dict[int, str]) -> _Stored:
         """Make the slot a finished file and put it; the slot is free when that is done, or has failed."""
         try:
+            with self._spent("forward"):
+                slot.wait_until_computed()
             with self._spent("copying to the host"):
-                slot.wait()
+                slot.wait_until_copied()
             unfinite = [row for row in slot.unfinite_rows(batch.layout) if row not in refused]
             layout = slot.finish(batch.layout, {*unfinite, *refused})
             name, crc = f"batch-{batch.number:05d}.safetensors", None

@@ -44,7 +44,7 @@ def use_caches(device: torch.device) -> None:
 
 @contextmanager
 def one_compiles(device: torch.device) -> Iterator[None]:
-    """Let one lane of this host compile first; those that wait go on together, with what it left."""
+    """Let one lane of this host compile or tune first; those that wait go on together, with what it left."""
     folder = cache_folder(device)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:

@@ -15,7 +15,7 @@ from layertap.records import now, to_json
 from layertap.store import Store
 
 MAX_SAMPLES = 400
-"""Samples a record holds; beyond them every other one goes."""
+"""Samples a record holds, an even number; then every other one goes, but for its peak of memory."""
 
 
 class LaneLog:
@@ -43,6 +43,7 @@ class LaneLog:
         self._samples: list[list[float]] = []
         self._every = 1
         self._num_notes = 0
+        self._peak_bytes = 0
         self._who: dict[str, Any] = {
             "lane": lane,
             "run": run,
@@ -60,19 +61,26 @@ class LaneLog:
         """
         self._meter.sample()
         seconds = self._clock.seconds
+        self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
+        told = [*self._samples, [sum(seconds.values()), num_tokens, self._peak_bytes]]
         if self._num_notes % self._every == 0:
-            rss = self._process.memory_info().rss
-            self._samples.append([sum(seconds.values()), num_tokens, rss])
+            self._samples, self._peak_bytes = told, 0
         self._num_notes += 1
-        if len(self._samples) > MAX_SAMPLES:
-            self._samples, self._every = self._samples[::2], 2 * self._every
+        if len(self._samples) == MAX_SAMPLES:
+            self._thin()
         record = LaneRecord(
             **self._who,
             updated_at=now("milliseconds"),
             seconds=seconds,
             num_tokens=num_tokens,
-            samples=list(self._samples),
+            samples=told,
             gpu=self._meter.summary(),
         )
         self._store.put(self._path, to_json(asdict(record)))
         return record
+
+    def _thin(self) -> None:
+        kept, gone = self._samples[::2], self._samples[1::2]
+        for sample, before in zip(kept[1:], gone, strict=False):
+            sample[2] = max(sample[2], before[2])
+        self._samples, self._every, self._peak_bytes = kept, 2 * self._every, int(gone[-1][2])

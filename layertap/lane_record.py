@@ -35,7 +35,8 @@ class LaneRecord:
     """Tokens extracted, committed or not."""
 
     samples: list[list[float]]
-    """Seconds since the lane opened, tokens by then, bytes of resident memory; about 10 s apart at first."""
+    """Seconds since the lane opened, tokens by then, and the most bytes of resident memory seen since the
+    sample before; about 10 s apart at first."""
 
     gpu: dict[str, Any]
     """What `GpuMeter.summary` says."""

@@ -166,6 +166,7 @@ class Slot:
         is_cuda = device.type == "cuda"
         self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_cuda)
         self._twin = torch.empty(nbytes, dtype=torch.uint8, device=device) if is_cuda else None
+        self._computed = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     @property
@@ -182,15 +183,21 @@ class Slot:
 
     def send(self, layout: BatchLayout, copies: torch.cuda.Stream | None) -> None:
         """Start the copy to the host on the stream `copies`, after the current stream's work so far."""
-        if self._twin is None or self._copied is None or copies is None:
+        if self._twin is None or self._computed is None or self._copied is None or copies is None:
             return
         begin, end = self._span(layout)
-        copies.wait_stream(torch.cuda.current_stream(self._twin.device))
+        self._computed.record(torch.cuda.current_stream(self._twin.device))
+        copies.wait_event(self._computed)
         with torch.cuda.stream(copies):
             self._host[begin:end].copy_(self._twin[begin:end], non_blocking=True)
             self._copied.record(copies)
 
-    def wait(self) -> None:
+    def wait_until_computed(self) -> None:
+        """Block, without the GIL, until the device is through with the batch; its copy begins then."""
+        if self._computed is not None:
+            self._computed.synchronize()
+
+    def wait_until_copied(self) -> None:
         """Block, without the GIL, until the copy is done."""
         if self._copied is not None:
             self._copied.synchronize()

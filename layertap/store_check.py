@@ -4,9 +4,11 @@ import contextlib
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from layertap.errors import AlreadyExistsError, IntegrityError, StoreError, StoreRefusedError
 from layertap.findings import Findings
@@ -35,12 +37,16 @@ CHECKSUM_HINT = (
     "(AWS_REQUEST_CHECKSUM_CALCULATION, or in the block's client config)"
 )
 
+ADDRESS = re.compile(r"https?://[^\s/\"]+")
+"""Of the store, in what obstore and boto3 say of a request."""
+
 
 def check_store(store: Store) -> None:
     """Try what a run needs, on objects of its own under `check/`.
 
     Raises:
-        StoreRefusedError: the store refuses an operation or answers it wrongly; names it.
+        StoreRefusedError: the store refuses an operation or answers it wrongly; names it. Or no name server
+            knows its host.
         StoreError: the store is away, or fails for now; names the operation too.
         NotReadyError: several operations are refused; names all of them.
     """
@@ -101,11 +107,26 @@ def _try(uri: str, name: str, operation: Callable[[], object]) -> None:
     try:
         result = operation()
     except (StoreError, IntegrityError) as error:
-        kind = StoreError if type(error) is StoreError else StoreRefusedError
+        unknown = _unknown_host(str(error))
+        kind = StoreError if type(error) is StoreError and not unknown else StoreRefusedError
         hint = CHECKSUM_HINT if UNKNOWN_HEADER.search(str(error)) else ""
+        if unknown:
+            hint = f". No name server knows {unknown}: correct the store's endpoint_url, or its region"
         raise kind(f"the store {uri} fails at {name}: {error}{hint}") from error
     if result is False:
         raise StoreRefusedError(f"the store {uri} fails at {name}: the answer is not what was asked for")
+
+
+def _unknown_host(failure: str) -> str | None:
+    """The host in a store's failure if it has no address; name servers that don't answer prove nothing."""
+    found = ADDRESS.search(failure)
+    host = urlsplit(found[0]).hostname if found else None
+    if host:
+        try:
+            socket.getaddrinfo(host, None)
+        except socket.gaierror as error:
+            return host if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA) else None
+    return None
 
 
 def _create(store: Store, path: str, body: bytes) -> bool:

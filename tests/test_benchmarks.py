@@ -49,8 +49,12 @@ def test_the_engine_benchmark_fails_with_a_shard_that_is_not_as_written(
 def test_gpus_do_not_wait_for_ever_for_one_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_engine, "BARRIER_S", 0.1)
     options = argparse.Namespace(rank=1, of=2, seconds=0.0, barrier=tmp_path)
-    with pytest.raises(SystemExit, match="only 1 of 2"):
+    with pytest.raises(SystemExit, match="GPU 0 of 2 isn't ready"):
         gpu_engine.alone_then_together(options, cast(Target, None), [], cast(Estimate, None))
+
+
+def test_kernels_beside_one_another_count_once_and_gaps_do_not() -> None:
+    assert gpu_engine.covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == (4, 6)
 
 
 @pytest.mark.parametrize(("num_samples", "tokens_per_s"), [(30, 1200.0), (10, 9 * 12_000 / 185)])
@@ -83,7 +87,7 @@ def test_the_table_sees_the_engine_against_each_forward_pass_and_several_against
         "flops_per_token": 2e12,
         "share_of_ceiling": 0.7,
     }
-    several = {"gpus": [found, {}], "one_alone": 140.0, "together": [120.0, 132.0], "ratio": 1.8}
+    several = {"gpus": [found, {}], "alone": [136.0, 144.0], "together": [120.0, 132.0], "ratio": 1.8}
     table = [(one.layertap, one.against, one.ratio, one.is_met) for one in ratios(several)]
     assert [row[:2] for row in table[:5]] == [(252, 140), (140, 100), (140, 150), (140, 20), (150, 100)]
     assert [row[3] for row in table] == [False, True, None, None, None, None, True]

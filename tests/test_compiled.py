@@ -12,7 +12,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextModel
 from transformers.models.qwen3_next import modeling_qwen3_next as other_modeling
 
-from layertap import attention
+from layertap import attention, delta_net
 from layertap.attention import fuse_attention
 from layertap.compiled import (
     CONVOLUTION,
@@ -143,6 +143,30 @@ def test_the_fused_attention_is_the_plain_one() -> None:
     assert sum(attention.is_fused(block) for block in model.modules()) == 2
     for mine, theirs in zip(fused, plain, strict=True):
         assert float((mine - theirs).norm() / theirs.norm()) < NEAR / 10
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-4)])
+def test_kernels_of_our_own_are_their_references_at_the_size_of_a_real_target(
+    dtype: torch.dtype, near: float
+) -> None:
+    key_heads, value_heads, size, num_taps = 16, 48, 128, 4
+    channels = (2 * key_heads + value_heads) * size
+    mixed = torch.randn(3, 517, channels + 96).to(dtype)[..., :channels]  # of one product
+    taps = torch.randn(channels, num_taps).to(dtype)
+    heads = torch.randn(3, 517, 24, 2 * 256).to(dtype)[..., :256]  # the gate lies beside each head
+    scale, angles = torch.randn(256).to(dtype), torch.randn(1, 517, 64)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    on = [
+        [
+            *delta_net.convolve(mixed.to(device), taps.to(device), key_heads, size),
+            attention.normalise_and_rotate(*(x.to(device) for x in (heads, scale, cos, sin)), 1e-6),
+        ]
+        for device in ("cuda", "cpu")
+    ]
+    for mine, theirs in zip(*on, strict=True):
+        difference = mine.cpu().double() - theirs.double()
+        assert float(difference.norm() / theirs.double().norm()) < near
 
 
 def test_eager_attention_stays_as_it_is() -> None:

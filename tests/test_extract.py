@@ -18,6 +18,7 @@ from layertap.extract import INDEX_SCHEMA, Extractor
 from layertap.progress import Clock
 from layertap.records import ShardRows
 from layertap.spec import ExtractionSpec
+from layertap.staging import Slot
 from layertap.store import Store, checksum, crc64nvme
 from layertap.target import Target
 from tests.models import DEVICE, VOCAB_SIZE, constants, tiny_hybrid, tiny_llama
@@ -361,6 +362,14 @@ def test_a_slow_store_stops_the_device_when_the_slots_are_full(store):
     assert result.num_rows == 24 and len(result.files) == 12
     assert len(gate.addresses - {0}) <= 3 + 1  # the slots, and the index
     assert clock.seconds["waiting for the store"] > 0.2
+
+
+def test_what_the_device_still_computes_is_no_copy(folder_store, monkeypatch):
+    monkeypatch.setattr(Slot, "wait_until_computed", lambda _: time.sleep(0.2))
+    clock = Clock()
+    with extractor_of(target_of(), folder_store, clock) as extractor:
+        run(extractor, rows_of(BATCHES[:1]))
+    assert clock.seconds["forward"] >= 0.2 > clock.seconds["copying to the host"]
 
 
 def test_the_next_shard_has_the_device_while_the_first_drains(store):

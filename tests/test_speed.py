@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,8 +92,9 @@ def test_a_lane_opens_when_its_seconds_begin_to_count(
     assert told.opened_at <= loading_at[0] < told.updated_at
 
 
+@pytest.mark.parametrize("spike", [0, 7, 28, 37])
 def test_a_long_lane_keeps_few_samples_from_its_whole_life(
-    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch, spike: int
 ) -> None:
     monkeypatch.setattr(lane_log, "MAX_SAMPLES", 8)
     log = LaneLog(
@@ -105,9 +107,14 @@ def test_a_long_lane_keeps_few_samples_from_its_whole_life(
         opened_at=now(),
         clock=Clock(),
     )
+    peak = 10**15
     for num_tokens in range(200):
+        resident = peak if num_tokens == spike else 1000 + num_tokens
+        log._process = Mock(memory_info=lambda rss=resident: Mock(rss=rss))
         told = log.note(num_tokens)
         assert len(told.samples) <= 8
+        assert told.peak_resident_bytes == peak or num_tokens < spike
+    assert sum(sample[2] == peak for sample in told.samples) == 1
     tokens = [sample[1] for sample in told.samples]
     assert tokens[0] == 0 and tokens[-1] > 150 and len(tokens) >= 4
     assert lane_records(folder_store, "plan") == [told]

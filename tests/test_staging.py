@@ -52,7 +52,7 @@ def fill(lengths, spec, states, ids):
     slot.memory[:] = 255
     pack(slot.words(layout), layout, 0, states, ids, torch.tensor(lengths))
     slot.send(layout, None)
-    slot.wait()
+    slot.wait_until_copied()
     return layout, slot
 
 

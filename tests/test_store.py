@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import numpy as np
@@ -303,6 +305,20 @@ def test_a_check_of_a_store_that_is_away_says_so_and_that_it_may_come_back(
         check_store(_with(s3_store, object_server, endpoint_url="http://127.0.0.1:9"))
     assert type(caught.value) is StoreError
     assert caught.value.retriable
+
+
+def test_a_host_that_no_name_server_knows_is_refused_by_name(
+    s3_store: Store, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layertap.store_check.BRIEF", {**BRIEF, "retry_timeout": timedelta(milliseconds=1)})
+    mistyped = _with(s3_store, object_server, endpoint_url="http://object-store.invalid:8333")
+    with pytest.raises(StoreRefusedError, match=r"No name server knows object-store\.invalid: correct"):
+        check_store(mistyped)
+    unsure = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+    monkeypatch.setattr("socket.getaddrinfo", Mock(side_effect=unsure))
+    with pytest.raises(StoreError) as caught:
+        check_store(mistyped)
+    assert type(caught.value) is StoreError
 
 
 class _Restarting(BaseHTTPRequestHandler):
