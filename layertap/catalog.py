@@ -26,6 +26,7 @@ from layertap.errors import (
     NotFoundError,
     SpecMismatchError,
 )
+from layertap.keys import keys_xor
 from layertap.plan import Plan
 from layertap.records import (
     Claim,
@@ -35,7 +36,6 @@ from layertap.records import (
     ShardRecord,
     ShardRows,
     get_checked,
-    keys_xor,
     read_record,
     require,
     to_json,

@@ -20,7 +20,6 @@ The fingerprint of a dataset covers every column that is read, raw and in row or
 and nothing else: no path, no time, no list type.
 """
 
-import hashlib
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +34,9 @@ from numpy.typing import NDArray
 from layertap.arrow_files import BATCH_ROWS, DataFile, open_files, read_provenance
 from layertap.columns import Digest, Lists, is_integer_list, is_text, to_numpy
 from layertap.errors import DatasetError
+from layertap.keys import KEY_BYTES, extraction_key
 
 logger = logging.getLogger(__name__)
-
-KEY_BYTES = 16
 
 INPUT_IDS, LOSS_MASK, ROW_ID, ATTENTION_MASK = "input_ids", "loss_mask", "row_id", "attention_mask"
 """What a column is read as, whatever its name."""
@@ -432,10 +430,7 @@ def _keys(ids: Lists, num_tokens: NDArray[np.int64]) -> NDArray[np.uint8]:
     rows = np.flatnonzero(num_tokens)
     starts = (4 * ids.offsets[rows]).tolist()
     ends = (4 * (ids.offsets[rows] + num_tokens[rows])).tolist()
-    digests = [
-        hashlib.blake2b(tokens[start:end], digest_size=KEY_BYTES).digest()
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    digests = [extraction_key(tokens[start:end]) for start, end in zip(starts, ends, strict=True)]
     keys = np.zeros((len(num_tokens), KEY_BYTES), np.uint8)
     keys[rows] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, KEY_BYTES)
     return keys

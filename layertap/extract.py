@@ -24,8 +24,9 @@ from torch import Tensor
 
 from layertap.background import in_background
 from layertap.errors import DeviceError
+from layertap.keys import KEY_BYTES
 from layertap.progress import Clock, SpentOn
-from layertap.records import DATA, KEY_BYTES, MEMORY, ShardRows
+from layertap.records import DATA, MEMORY, ShardRows
 from layertap.staging import BatchLayout, Slot, SlotPool, pack, slot_nbytes
 from layertap.store import Store, checksum, checksum_text, crc64nvme, crc64nvme_of_all
 from layertap.target import Target

@@ -5,7 +5,7 @@ import pyarrow as pa
 
 from layertap.epoch import Rows
 from layertap.errors import SpecMismatchError
-from layertap.records import KEY_BYTES, key_array
+from layertap.keys import KEY_BYTES, key_array
 from layertap.rows import StoredRows
 
 

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
-from hashlib import blake2b
 from io import BytesIO
 from typing import Any, Literal, Self, TypeVar
 
@@ -14,14 +13,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from layertap.errors import FormatError, InputError, IntegrityError, SpecError
+from layertap.keys import extraction_key, key_array, keys_of
 from layertap.plan import PlanSettings
 from layertap.spec import FORMAT_VERSION, ExtractionSpec
 from layertap.store import Store, checksum
 
 PLAN_SCHEMA = 1
 """Schema of plans; a lane works on no other."""
-
-KEY_BYTES = 16
 
 MAX_INT32 = 2**31 - 1
 
@@ -273,9 +271,7 @@ class ShardRows:
 
     def match_keys(self) -> bool:
         """Whether every row's tokens are those its key was made of."""
-        keys = [
-            blake2b(self.tokens(i).tobytes(), digest_size=KEY_BYTES).digest() for i in range(len(self.keys))
-        ]
+        keys = [extraction_key(self.tokens(i).tobytes()) for i in range(len(self.keys))]
         return b"".join(keys) == self.keys.tobytes()
 
     def to_arrow(self) -> bytes:
@@ -304,39 +300,6 @@ class ShardRows:
             lists.offsets.to_numpy(),
             lists.values.to_numpy(),
         )
-
-
-def key_array(keys: NDArray[np.uint8], valid: NDArray[np.bool_] | None = None) -> "pa.Array[Any]":
-    """Extraction keys [n, 16] as an Arrow array of fixed_size_binary(16), null where not `valid`."""
-    mask = None if valid is None else pa.array(valid).buffers()[1]
-    data = pa.py_buffer(np.ascontiguousarray(keys).data)
-    return pa.Array.from_buffers(pa.binary(KEY_BYTES), len(keys), [mask, data])
-
-
-def keys_of(array: Any) -> NDArray[np.uint8]:
-    """The inverse of `key_array`: [n, 16]; whatever bytes lie there where null."""
-    data = np.frombuffer(array.buffers()[1], np.uint8)
-    return data[array.offset * KEY_BYTES : (array.offset + len(array)) * KEY_BYTES].reshape(-1, KEY_BYTES)
-
-
-def sortable(keys: NDArray[np.uint8]) -> NDArray[np.bytes_]:
-    """[n, 16] keys as [n] values that numpy compares and sorts, exactly, for all have 16 bytes."""
-    return np.ascontiguousarray(keys).view(f"S{KEY_BYTES}").ravel()
-
-
-def find_keys(keys: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """[n] index among the ascending keys [m, 16] of each of the wanted ones [n, 16], -1 if it isn't there."""
-    if not len(keys):
-        return np.full(len(wanted), -1, np.int64)
-    mine, theirs = sortable(keys), sortable(wanted)
-    at = np.minimum(np.searchsorted(mine, theirs), len(mine) - 1)
-    return np.where(mine[at] == theirs, at, -1)
-
-
-def keys_xor(keys: NDArray[np.uint8]) -> str:
-    """XOR of extraction keys [n, 16] as 32 hex digits: with the count, a fingerprint of their set."""
-    xor: NDArray[np.uint8] = np.bitwise_xor.reduce(keys, axis=0, initial=0)
-    return xor.tobytes().hex()
 
 
 @dataclass(frozen=True, kw_only=True)

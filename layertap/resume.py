@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from layertap.catalog import HAS_ENDED, Catalog, PlanRecord
 from layertap.errors import FormatError, InputError, IntegrityError, NotFoundError
+from layertap.keys import keys_xor
 from layertap.plan import Plan
-from layertap.records import keys_xor, may_be_tried_again
+from layertap.records import may_be_tried_again
 from layertap.shard_state import ShardState
 from layertap.watcher import Watcher
 

@@ -1,6 +1,5 @@
 """The stored rows of one version of one root: where each lies, and its bytes, checked."""
 
-import hashlib
 import mmap
 import os
 import weakref
@@ -20,7 +19,7 @@ from layertap.cache import DiskCache
 from layertap.catalog import Catalog
 from layertap.epoch import RowPlaces, Rows
 from layertap.errors import CatalogError, IntegrityError, NotFoundError
-from layertap.records import find_keys, keys_of, sortable
+from layertap.keys import extraction_key, find_keys, keys_of, sortable
 from layertap.store import Store, crc64nvme
 from layertap.versions import Version, Versions
 
@@ -235,7 +234,7 @@ class StoredRows:
         """Whether the bytes aren't those that were stored, or are another row's."""
         found = crc64nvme(data.numpy().data)  # first: hashing a few ids would wait for the disk with the GIL
         ids = data[-4 * int(self.places.num_tokens[i]) :].numpy()
-        if hashlib.blake2b(ids.data, digest_size=16).digest() != self.keys[i].tobytes():
+        if extraction_key(ids.data) != self.keys[i].tobytes():
             return "don't end with the token ids of"
         return None if found == self._crc64nvme[i] else "don't have the CRC64NVME of"
 

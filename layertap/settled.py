@@ -13,15 +13,8 @@ from numpy.typing import NDArray
 
 from layertap.background import at_once
 from layertap.errors import CatalogError, IntegrityError, NotFoundError
-from layertap.records import (
-    KEY_BYTES,
-    Outcome,
-    find_keys,
-    get_checked,
-    keys_of,
-    may_be_tried_again,
-    sortable,
-)
+from layertap.keys import KEY_BYTES, find_keys, keys_of, sortable
+from layertap.records import Outcome, get_checked, may_be_tried_again
 from layertap.store import Store
 
 if TYPE_CHECKING:

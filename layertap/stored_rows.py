@@ -3,7 +3,6 @@
 Shapes: T tokens of a row, L layers, H hidden size.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from layertap.checksums import Buffer, crc64nvme
-from layertap.records import KEY_BYTES, Outcome
+from layertap.keys import extraction_key
+from layertap.records import Outcome
 from layertap.spec import ExtractionSpec
 from layertap.staging import BatchLayout
 
@@ -93,7 +93,7 @@ def wrong_row(row: StoredRow, data: Buffer, spec: ExtractionSpec) -> str | None:
         return f"{len(data)} of {row.nbytes} bytes are there"
     if crc64nvme(data) != row.crc64nvme:
         return "its bytes don't have the CRC64NVME they were written with"
-    if hashlib.blake2b(data[-4 * row.num_tokens :], digest_size=KEY_BYTES).digest() != row.key:
+    if extraction_key(data[-4 * row.num_tokens :]) != row.key:
         return "its token ids aren't those of its extraction key"
     return next(_unlikely(states_of(row, data, spec)), None)
 

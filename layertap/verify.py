@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from layertap.catalog import Catalog, PlanRecord
 from layertap.errors import CatalogError, IntegrityError, NotFoundError, StoreError
-from layertap.records import KEY_BYTES, Outcome, keys_of, keys_xor
+from layertap.keys import KEY_BYTES, keys_of, keys_xor
+from layertap.records import Outcome
 from layertap.report import MAX_TABLE_ROWS
 from layertap.settled import read_index, way_out
 from layertap.store import Buffer, Store, checksum
@@ -349,7 +350,7 @@ def _wrong_keys(index: pa.Table, outcome: Outcome, record: PlanRecord, shard: in
     """Whether stored and refused rows together aren't those of the shard."""
     planned = record.shards[shard]
     refused = np.frombuffer(bytes.fromhex("".join(row["key"] for row in outcome.refused)), np.uint8)
-    stored = keys_of(index["extraction_key"].combine_chunks()) if len(index) else np.empty((0, 16), np.uint8)
+    stored = keys_of(index["extraction_key"].combine_chunks())
     keys = np.concatenate([stored, refused.reshape(-1, KEY_BYTES)])
     if (len(keys), keys_xor(keys)) == (planned.num_rows, planned.keys_xor):
         return None

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from layertap.records import key_array
+from layertap.keys import KEY_BYTES, key_array
 from layertap.settled import Settled
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ NOT_EXTRACTED = "not extracted: no committed shard holds it"
 FIELDS: list[Any] = [
     pa.field("index", pa.int64()),
     pa.field("id", pa.string()),
-    pa.field("extraction_key", pa.binary(16)),
+    pa.field("extraction_key", pa.binary(KEY_BYTES)),
     pa.field("loss_mask", pa.list_(pa.uint8())),
     pa.field("num_tokens", pa.int32()),
     pa.field("file", pa.string()),

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from layertap.catalog import ROOT, Catalog
 from layertap.dataset import TokenDataset
 from layertap.errors import InputError, TargetError
+from layertap.keys import keys_of
 from layertap.object_server import open_root
 from layertap.reader import HiddenStates
-from layertap.records import keys_of
 from layertap.store import Store
 from layertap.target_info import inspect_target
 from layertap.versions import Versions

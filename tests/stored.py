@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from layertap.catalog import Catalog, Claim, Outcome, PlanRecord, Root
 from layertap.dataset import Scan, TokenDataset
+from layertap.keys import key_array
 from layertap.plan import Plan, PlanSettings, make_plan
-from layertap.records import DATA, MEMORY, key_array
+from layertap.records import DATA, MEMORY
 from layertap.spec import ExtractionSpec
 from layertap.staging import BatchLayout
 from layertap.store import Store, checksum, crc64nvme

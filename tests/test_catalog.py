@@ -23,7 +23,8 @@ from layertap.errors import (
     NotFoundError,
     SpecMismatchError,
 )
-from layertap.records import DATA, MEMORY, keys_xor, to_json
+from layertap.keys import keys_xor
+from layertap.records import DATA, MEMORY, to_json
 from layertap.shard_state import ShardState, shard_state
 from layertap.store import Store
 from layertap.versions import Versions

@@ -110,6 +110,7 @@ class MiniReader:
 
 from layertap.catalog import Catalog  # noqa: E402
 from layertap.records import Root  # noqa: E402
+from layertap.keys import extraction_key  # noqa: E402
 from layertap.spec import ExtractionSpec  # noqa: E402
 from layertap.store import Store  # noqa: E402
 from tests.stored import (  # noqa: E402
@@ -203,6 +204,7 @@ def test_the_vectors_on_the_page_are_right() -> None:
     keys = re.findall(r"\| ([0-9, ]+) \| `([0-9a-f]{32})` \|", PAGE)
     assert len(keys) == 2
     for ids, key in keys:
-        assert blake2b(np.array(json.loads(f"[{ids}]"), "<i4").tobytes()).hex() == key
+        token_ids = np.array(json.loads(f"[{ids}]"), "<i4").tobytes()
+        assert blake2b(token_ids).hex() == extraction_key(token_ids).hex() == key
     [(text, fingerprint)] = re.findall(r'```\n(\{"dtype".*\})\n([0-9a-f]{32})\n```', PAGE)
     assert blake2b(text.encode()).hex() == fingerprint

@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from layertap.keys import KEY_BYTES
 from layertap.plan import Plan, PlanSettings, make_plan
-from layertap.records import KEY_BYTES, ShardRows
+from layertap.records import ShardRows
 from layertap.spec import ExtractionSpec
 from layertap.target import Target
 

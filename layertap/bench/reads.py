@@ -34,9 +34,9 @@ from layertap.bench.probes import MemoryPeak, anonymous_bytes
 from layertap.bench.writes import BUCKET, object_server
 from layertap.catalog import Catalog, Outcome, PlanRecord, Root
 from layertap.dataset import TokenDataset
+from layertap.keys import KEY_BYTES, key_array
 from layertap.object_server import ObjectServer
 from layertap.plan import PlanSettings, make_plan
-from layertap.records import key_array
 from layertap.spec import ExtractionSpec
 from layertap.staging import BatchLayout
 from layertap.store import Store, checksum, crc64nvme
@@ -101,7 +101,7 @@ def _write_shard(catalog: Catalog, plan: PlanRecord, shard: int, random: np.rand
 def _index(index: list[tuple[Any, ...]]) -> bytes:
     keys, num_tokens, names, offsets, nbytes, crcs = zip(*index, strict=True)
     columns = {
-        "extraction_key": key_array(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)),
+        "extraction_key": key_array(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)),
         "num_tokens": pa.array(num_tokens, pa.int32()),
         "file": pa.array(names),
         "offset": pa.array(offsets, pa.int64()),

@@ -11,8 +11,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from layertap.catalog import Catalog
+from layertap.keys import keys_of
 from layertap.reader import HiddenStates
-from layertap.records import keys_of
 from layertap.trainers.rows import TrainerRows
 from layertap.versions import Versions
 
