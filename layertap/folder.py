@@ -1,4 +1,4 @@
-"""What a root on a folder needs beyond obstore: files that outlive a loss of power, unfinished ones found."""
+"""What a root on a folder needs beyond obstore: files that outlive a loss of power, ranges, litter."""
 
 import contextlib
 import errno
@@ -8,6 +8,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from layertap.checksums import Buffer
 
@@ -70,6 +71,15 @@ def temporary_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
             info = path.stat()
             if TEMPORARY.fullmatch(path.name) and stat.S_ISREG(info.st_mode):
                 yield path, info
+
+
+def read_range(file: BinaryIO, offset: int, nbytes: int) -> bytes:
+    """`nbytes` bytes of a file from `offset`, or as many as there are.
+
+    A single read of Linux, such as `os.pread`, ends below 2 GiB, and rows may be longer: this one reads on.
+    """
+    file.seek(offset)
+    return file.read(nbytes)
 
 
 def _sync_folders(root: Path, target: Path) -> None:

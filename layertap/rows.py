@@ -19,6 +19,7 @@ from layertap.cache import DiskCache
 from layertap.catalog import Catalog
 from layertap.epoch import RowPlaces, Rows
 from layertap.errors import CatalogError, IntegrityError, NotFoundError
+from layertap.folder import read_range
 from layertap.keys import extraction_key, find_keys, keys_of, sortable
 from layertap.store import Store, crc64nvme
 from layertap.versions import Version, Versions
@@ -265,7 +266,7 @@ def _load_file(path: Path, offset: int, nbytes: int) -> Tensor:
         if size < offset + nbytes:
             raise IntegrityError(f"{path} is cut off at {size} bytes")
         if len(_live_maps) >= MAX_LIVE_MAPS:
-            return _copied(os.pread(file.fileno(), nbytes, offset))
+            return _copied(read_range(file, offset, nbytes))
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
         # read ahead as one, not page after page; `mmap.madvise` would hold the GIL meanwhile
         os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)

@@ -23,7 +23,7 @@ from layertap.errors import (
     NotFoundError,
     StoreRefusedError,
 )
-from layertap.folder import create_file, make_durable, temporary_files
+from layertap.folder import create_file, make_durable, read_range, temporary_files
 from layertap.retries import PATIENT, in_obstore, patiently
 from layertap.s3 import Bucket, Clients, S3Settings
 from layertap.store_errors import mapped
@@ -384,7 +384,7 @@ class Store:
     def _read_range(self, path: str, offset: int, nbytes: int) -> Buffer:
         if isinstance(self._root, Path):
             with (self._root / path).open("rb") as file:
-                return os.pread(file.fileno(), nbytes, offset)
+                return read_range(file, offset, nbytes)
         bucket = self._root
 
         def read() -> Buffer:

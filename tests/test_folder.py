@@ -3,11 +3,14 @@
 import errno
 import os
 from datetime import timedelta
+from io import BufferedReader, FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from layertap.errors import StoreRefusedError
+from layertap.folder import read_range
 from layertap.garbage import find_garbage
 from layertap.store import Store
 from tests.stored import new_catalog
@@ -37,6 +40,20 @@ def test_files_of_the_user_s_own_are_never_garbage(folder_store: Store) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"mine")
     assert not find_garbage(folder_store, older_than=NOW).reasons
+
+
+class _EndsEarly(FileIO):
+    """A read gives no more than a little: of Linux, less than 2 GiB."""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:100]) or 0
+
+
+@pytest.mark.parametrize("nbytes", [900, 2_000])
+def test_a_range_is_read_to_its_end_or_the_file_s(tmp_path: Path, nbytes: int) -> None:
+    (tmp_path / "x").write_bytes(data := os.urandom(1_000))
+    with BufferedReader(_EndsEarly(tmp_path / "x")) as file:
+        assert read_range(file, 10, nbytes) == data[10 : 10 + nbytes]
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])

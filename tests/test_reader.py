@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pickle
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -159,6 +160,17 @@ def test_any_number_of_rows_can_be_held(half_filled: Store, monkeypatch: pytest.
         assert_is_row(item, item["row"])
     held[-1]["hidden_states"].zero_()
     assert_is_row(states[-1], states[-1]["row"])
+
+
+def test_a_copy_is_whole_though_a_read_ends_early(
+    half_filled: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of Linux does below 2 GiB."""
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, nbytes, at: pread(file, min(nbytes, 100), at))
+    monkeypatch.setattr("layertap.rows.MAX_LIVE_MAPS", 0)
+    for item in HiddenStates(half_filled, version=1):
+        assert_is_row(item, item["row"])
 
 
 def _in_a_list(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
