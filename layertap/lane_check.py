@@ -23,13 +23,14 @@ from typing import Self
 import torch
 from torch import nn
 
-from layertap.catalog import PlanRecord, Root
+from layertap.catalog import ROOT, PlanRecord, Root
 from layertap.errors import DeviceError, HostError
 from layertap.findings import Findings
 from layertap.gpu_caches import use_caches
 from layertap.host import device_name, find_device, host_name, own_device
 from layertap.host_memory import available_memory
 from layertap.kernels import keep_gpu_kernels_out
+from layertap.records import parsed
 from layertap.staging import slot_nbytes
 from layertap.target_info import Source, TargetInfo, find_backbone, load_config, meta_model
 
@@ -58,16 +59,20 @@ class Needs:
 
     @classmethod
     def of(cls, plan: PlanRecord, root: Root, model: nn.Module) -> Self:
-        """Reckon it for a plan and a model that needs no memory itself."""
-        spec, hidden_size = root.spec, root.target["hidden_size"]
+        """Reckon it for a plan and a model that needs no memory itself.
+
+        Raises:
+            IntegrityError: the root's record lacks a field of its target.
+        """
+        spec, target = root.spec, parsed(ROOT, root.target, TargetInfo.from_dict)
         num_tokens = max(
-            plan.settings.max_batch_tokens, plan.max_batch_bytes // spec.bytes_per_token(hidden_size)
+            plan.settings.max_batch_tokens, plan.max_batch_bytes // spec.bytes_per_token(target.hidden_size)
         )
         widest = max(max(p.shape) for p in find_backbone(model).layers.parameters() if p.dim() == 2)
-        of_token = (2 * spec.num_states + 8) * hidden_size + 3 * widest
-        is_quantized = root.target.get("quantization") is not None
-        slot_bytes = slot_nbytes(plan.max_batch_bytes, spec=spec, hidden_size=hidden_size)
-        num_slots = TargetInfo(**root.target).num_slots(spec, plan.max_batch_bytes)
+        of_token = (2 * spec.num_states + 8) * target.hidden_size + 3 * widest
+        is_quantized = target.quantization is not None
+        slot_bytes = slot_nbytes(plan.max_batch_bytes, spec=spec, hidden_size=target.hidden_size)
+        num_slots = target.num_slots(spec, plan.max_batch_bytes)
         return cls(
             num_slots=num_slots,
             weights=0 if is_quantized else sum(p.numel() for p in model.parameters()) * spec.item_bytes,
@@ -102,6 +107,7 @@ def checked_device(
     Raises:
         DeviceError: none or several are visible, another process has it, or its memory is too small.
         HostError: memory or disk of the host is too small.
+        IntegrityError: the root's record lacks a field of its target.
         TargetError: there is no such target here.
         NotReadyError: several of these; all are in its message.
     """

@@ -65,7 +65,11 @@ def read_record(path: str, data: bytes, parse: Callable[[dict[str, Any]], _R]) -
         IntegrityError: no JSON object, or it lacks a field; names the path, and the field.
         FormatError: from `parse`.
     """
-    values = from_json(path, data)
+    return parsed(path, from_json(path, data), parse)
+
+
+def parsed(path: str, values: dict[str, Any], parse: Callable[[dict[str, Any]], _R]) -> _R:
+    """A record, or a part of one, from its values; raises as `read_record` does."""
     try:
         return parse(values)
     except KeyError as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +15,7 @@ from torch import nn
 from layertap.errors import SpecError, TargetError
 from layertap.kernels import keep_gpu_kernels_out
 from layertap.plan import H200_FLOPS_PER_S
+from layertap.records import known_fields
 from layertap.spec import ExtractionSpec
 from layertap.staging import slots_for
 
@@ -26,6 +27,9 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 OF_WRONG_VALUES = (ValueError, TypeError, AttributeError, ArithmeticError)
 """What transformers raises on a config with values that it can't compute with."""
+
+NULLABLE = ("revision", "quantization", "max_positions", "length_dependent_above")
+"""Fields of a target that say nothing of it where they are null, and as much where a root lacks them."""
 
 _LAYER_NAMES = ("layers", "h", "blocks")
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
@@ -68,6 +72,15 @@ class TargetInfo:
     length_dependent_above: int | None
     """Tokens of the longest row in a batch above which the states of all its rows depend on that length; None
     where they never do."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`; fields of newer minor formats are ignored.
+
+        Raises:
+            KeyError: there is no value for a field that can't be null.
+        """
+        return cls(**known_fields(cls, {**dict.fromkeys(NULLABLE), **values}))
 
     def check_length(self, longest: int) -> None:
         """Refuse rows whose states would be wrong for their length.

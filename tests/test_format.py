@@ -6,6 +6,7 @@ Nothing above "What it must read" may import layertap.
 import hashlib
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,11 @@ class MiniReader:
 # What it must read
 
 from layertap.catalog import Catalog  # noqa: E402
-from layertap.records import Root  # noqa: E402
 from layertap.keys import extraction_key  # noqa: E402
+from layertap.records import Root  # noqa: E402
 from layertap.spec import ExtractionSpec  # noqa: E402
 from layertap.store import Store  # noqa: E402
+from layertap.target_info import TargetInfo  # noqa: E402
 from tests.stored import (  # noqa: E402
     HIDDEN_SIZE,
     claimed,
@@ -189,6 +191,12 @@ def test_headers_say_what_versions_say(tmp_path: Path) -> None:
         assert data_begin + first["data_offsets"][0] == row["offset"]
         assert data_begin + last["data_offsets"][1] == row["offset"] + row["nbytes"]
         assert json.loads(header["__metadata__"]["layer_ids"]) == [1]
+
+
+def test_the_page_has_every_field_of_the_target_and_no_other() -> None:
+    table = PAGE.partition("| field of `target` |")[2].partition("\n\n")[0]
+    names = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines()[2:]))
+    assert sorted(names) == sorted(f.name for f in fields(TargetInfo))
 
 
 def test_the_vectors_on_the_page_are_right() -> None:

@@ -14,7 +14,7 @@ import torch
 from layertap import lane_check
 from layertap.catalog import Catalog
 from layertap.coordinator import Run
-from layertap.errors import DeviceError, HostError, NotReadyError, TargetError
+from layertap.errors import DeviceError, HostError, IntegrityError, NotReadyError, TargetError
 from layertap.host_memory import available_memory
 from layertap.lane_check import Needs, checked_device
 from layertap.staging import MAX_SLOTS, slot_nbytes
@@ -73,6 +73,19 @@ def test_what_a_lane_takes_grows_with_weights_slots_and_the_largest_batch(
     assert needs.total == needs.weights + needs.slots + needs.activations
     quantized = dataclasses.replace(root, target={**root.target, "quantization": {"bits": 4}})
     assert Needs.of(plan, quantized, model).weights == 0
+
+
+def test_a_target_of_another_minor_format_is_reckoned_with_alike(
+    folder_store: Store, tmp_path: Path, target: str
+) -> None:
+    run = Run.prepare(folder_store, settings_for(save_rows(some_rows(20), tmp_path / "rows"), target))
+    plan, root, model = run.plan, Catalog(folder_store).root(), tiny_llama()
+    assert plan is not None
+    told = {name: value for name, value in root.target.items() if value is not None} | {"added": 1}
+    assert Needs.of(plan, dataclasses.replace(root, target=told), model) == Needs.of(plan, root, model)
+    del told["num_parameters"]
+    with pytest.raises(IntegrityError, match=r"layertap.json is damaged: it lacks .* 'num_parameters'"):
+        Needs.of(plan, dataclasses.replace(root, target=told), model)
 
 
 def test_a_host_with_enough_of_all_gives_its_device(check: Callable[..., torch.device]) -> None:
