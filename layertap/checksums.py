@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 Buffer = bytes | bytearray | memoryview
+
+CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,15 @@ def crc64nvme_of_all(parts: Iterable[tuple[int, int]]) -> int:
 def checksum(data: Buffer) -> str:
     """The CRC64NVME of `data` as `crc64nvme:<16 hex digits>`."""
     return checksum_text(crc64nvme(data))
+
+
+def file_checksum(path: Path) -> str:
+    """The `checksum` of a file, however large: read in chunks."""
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            crc = crc64nvme(chunk, crc)
+    return checksum_text(crc)
 
 
 def checksum_text(crc: int) -> str:

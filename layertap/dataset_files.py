@@ -9,13 +9,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 
+from layertap.checksums import file_checksum
 from layertap.errors import DatasetError, IntegrityError, NotFoundError
 from layertap.progress import format_bytes
-from layertap.store import ObjectInfo, Store, checksum
+from layertap.store import ObjectInfo, Store
 
 PART_BYTES = 64 << 20
 MANIFEST = ".layertap-staged.json"
@@ -76,7 +76,8 @@ class StoredDataset:
             The folder or the file, whole.
 
         Raises:
-            DatasetError: there is none, the disk is too small, or it changed while it was read.
+            DatasetError: there is none, the disk is too small, it changed while it was read, or its place on
+                the disk isn't free.
         """
         files = self.files()
         whole = cache / f"{_digest(self.uri)}-{_digest(files)}"
@@ -86,13 +87,23 @@ class StoredDataset:
             _check_space(cache, self.uri, files)
             with tempfile.TemporaryDirectory(dir=cache, prefix=".staging-") as staging:
                 self._fetch(files, Path(staging))
-                with suppress(FileExistsError, OSError):  # another coordinator was first
-                    Path(staging).rename(whole)
+                self._name(Path(staging), whole)
                 Path(staging).mkdir(exist_ok=True)
         for older in cache.glob(f"{_digest(self.uri)}-*"):
             if older != whole:
                 shutil.rmtree(older, ignore_errors=True)
         return whole / self.name
+
+    def _name(self, staging: Path, whole: Path) -> None:
+        """Give what was fetched its name, unless another coordinator was first."""
+        try:
+            staging.rename(whole)
+        except OSError as error:
+            if not _is_sound(whole):
+                raise DatasetError(
+                    f"{self.uri} can't be staged as {whole}: {error}. Remove that, or move the cache with "
+                    "XDG_CACHE_HOME"
+                ) from error
 
     def _fetch(self, files: Sequence[FileState], folder: Path) -> None:
         changed = DatasetError(
@@ -112,15 +123,15 @@ class StoredDataset:
         with path.open("wb") as file:
             for offset in range(0, size, PART_BYTES):
                 file.write(self.store.get_range(name, offset, min(PART_BYTES, size - offset)))
-        return checksum(path.read_bytes())
+        return file_checksum(path)
 
 
 def _is_sound(folder: Path) -> bool:
     """Whether a staged dataset is there and its bytes are those that were fetched."""
     try:
         sums = json.loads((folder / MANIFEST).read_text())
-        return all(checksum((folder / name).read_bytes()) == kept for name, kept in sums.items())
-    except FileNotFoundError:
+        return all(file_checksum(folder / name) == kept for name, kept in sums.items())
+    except (OSError, ValueError):  # not there, or not to be read: fetched again then
         return False
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from layertap.checkpoint import CHUNK_BYTES, Checkpoint, StoredTensor, embedding_name, head_names
+from layertap.checksums import file_checksum
 from layertap.errors import AlreadyExistsError, CatalogError, IntegrityError, NotFoundError, TargetError
 from layertap.folder import replacing
 from layertap.norms import FinalNorm, identify_norm
@@ -331,7 +332,7 @@ class TargetFiles:
 
     def _fetch(self, name: str, path: Path) -> str:
         """Copy one file; returns its checksum."""
-        size, crc = self.record.files[name]["size"], 0
+        size = self.record.files[name]["size"]
         local = self.store.local_path(f"target/{name}")
         with path.open("wb") as file:
             if local is not None:
@@ -339,7 +340,4 @@ class TargetFiles:
                     shutil.copyfileobj(source, file)
             else:
                 file.writelines(self._pieces(name, size))
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                crc = crc64nvme(chunk, crc)
-        return checksum_text(crc)
+        return file_checksum(path)

@@ -1,7 +1,10 @@
 """Datasets on a store: staged once, whole, by content; and when a dataset counts as changed."""
 
+import shutil
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,11 +50,55 @@ def test_a_changed_dataset_is_staged_again_and_the_old_one_removed(
     assert not old.exists()
 
 
-def test_a_staged_file_that_was_damaged_is_fetched_again(stored: StoredDataset, tmp_path: Path) -> None:
-    staged = stored.stage(tmp_path / "cache")
-    damaged = next(staged.glob("*.arrow"))
+@pytest.mark.parametrize("name", ["*.arrow", MANIFEST])
+def test_a_staged_file_that_was_damaged_is_fetched_again(
+    stored: StoredDataset, tmp_path: Path, name: str
+) -> None:
+    stored.stage(tmp_path / "cache")
+    damaged = next((tmp_path / "cache").rglob(name))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert TokenDataset.open(stored.stage(tmp_path / "cache")).num_rows == 20
+
+
+def test_of_two_who_stage_at_once_both_have_it(
+    stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Store.get_range
+    found: list[Path] = []
+
+    def get_range(self: Store, path: str, offset: int, nbytes: int) -> Any:
+        if not found:
+            found.append(tmp_path)
+            found.append(stored.stage(tmp_path / "cache"))
+        return honest(self, path, offset, nbytes)
+
+    monkeypatch.setattr(Store, "get_range", get_range)
+    assert stored.stage(tmp_path / "cache") == found[1]
+    assert TokenDataset.open(found[1]).num_rows == 20
+
+
+def test_what_cannot_get_its_name_is_told(stored: StoredDataset, tmp_path: Path) -> None:
+    whole = stored.stage(tmp_path / "cache").parents[1]
+    shutil.rmtree(whole)
+    whole.write_text("a file of somebody else")
+    with pytest.raises(DatasetError, match=rf"can't be staged as {whole}: .*Not a directory.*XDG_CACHE_HOME"):
+        stored.stage(tmp_path / "cache")
+
+
+def test_a_dataset_larger_than_memory_is_staged(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layertap.dataset_files.PART_BYTES", 1 << 20)
+    monkeypatch.setattr("layertap.checksums.CHUNK_BYTES", 1 << 20)
+    folder_store.put("rows.parquet", bytes(16 << 20))
+    stored = StoredDataset(folder_store, "rows.parquet")
+    tracemalloc.start()
+    try:
+        assert stored.stage(tmp_path / "cache") == stored.stage(tmp_path / "cache")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def test_a_dataset_that_changes_while_it_is_read_is_refused(
