@@ -1,6 +1,5 @@
 """Roots in a Prefect storage block: `s3-bucket/NAME` or `local-file-system/NAME`."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +45,19 @@ def open_store(reference: str, root: str) -> Store:
 def store_in(block: WritableFileSystem, root: str) -> Store:
     """The root in folder `root` of a storage block that is loaded."""
     if isinstance(block, S3Bucket):
-        return Store.s3(s3_settings(block, root), boto3_session(block.credentials))
+        prefix = f"{block.bucket_folder.strip('/')}/{root}"
+        return _s3_store(block, block.bucket_name, prefix)
     assert isinstance(block, LocalFileSystem)
     return Store.folder(Path(block.basepath or ".").expanduser() / root)
 
 
 def dataset_files(reference: str, dataset: str) -> tuple[FileState, ...]:
-    """State of a dataset's files, wherever it lies; changes when they do."""
+    """State of a dataset's files, wherever it lies; changes when they do.
+
+    Raises:
+        DatasetError: there is none.
+        InputError: the address names no dataset, or there is no such block.
+    """
     stored = _stored_dataset(reference, dataset)
     return stored.files() if stored else local_files(Path(dataset))
 
@@ -62,6 +67,7 @@ def local_dataset(reference: str, dataset: str) -> str:
 
     Raises:
         DatasetError: there is none, or the disk is too small.
+        InputError: the address names no dataset, or there is no such block.
     """
     stored = _stored_dataset(reference, dataset)
     return str(stored.stage(default_cache())) if stored else dataset
@@ -70,25 +76,30 @@ def local_dataset(reference: str, dataset: str) -> str:
 def _stored_dataset(reference: str, dataset: str) -> StoredDataset | None:
     if not dataset.startswith("s3://"):
         return None
-    folder, _, name = dataset.rstrip("/").rpartition("/")
+    bucket, _, key = dataset.removeprefix("s3://").rstrip("/").partition("/")
+    if not (bucket and key):
+        raise InputError(f"the dataset {dataset!r} names no part of a bucket: give s3://bucket/prefix")
+    prefix, _, name = key.rpartition("/")
     block = load_block(reference)
     if not isinstance(block, S3Bucket):
-        return StoredDataset(Store.open(folder), name)
-    bucket, _, prefix = folder.removeprefix("s3://").partition("/")
-    settings = replace(s3_settings(block, ""), bucket=bucket, prefix=prefix)
-    return StoredDataset(Store.s3(settings, boto3_session(block.credentials)), name)
+        return StoredDataset(Store.open(f"s3://{bucket}/{prefix}"), name)
+    return StoredDataset(_s3_store(block, bucket, prefix), name)
 
 
-def s3_settings(block: S3Bucket, root: str) -> S3Settings:
-    """How the block's bucket is reached: what its client parameters tell boto3, told to layertap's store."""
+def _s3_store(block: S3Bucket, bucket: str, prefix: str) -> Store:
+    return Store.s3(s3_settings(block, bucket, prefix), boto3_session(block.credentials))
+
+
+def s3_settings(block: S3Bucket, bucket: str, prefix: str) -> S3Settings:
+    """How a bucket is reached: what the block's client parameters tell boto3, told to layertap's store."""
     parameters = block.credentials.aws_client_parameters
     config = parameters.config or {}
     style = config.get("s3", {}).get("addressing_style", "auto")
-    by_path = parameters.endpoint_url is not None or "." in block.bucket_name
+    by_path = parameters.endpoint_url is not None or "." in bucket
     ca_file = parameters.verify_cert_path
     return S3Settings(
-        bucket=block.bucket_name,
-        prefix=f"{block.bucket_folder.strip('/')}/{root}".strip("/"),
+        bucket=bucket,
+        prefix=prefix,
         endpoint_url=parameters.endpoint_url,
         region=block.credentials.region_name,
         path_style=style == "path" or (style == "auto" and by_path),
