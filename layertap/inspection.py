@@ -5,7 +5,7 @@ import struct
 from typing import Any
 
 from layertap.catalog import Catalog
-from layertap.errors import IntegrityError
+from layertap.errors import InputError, IntegrityError
 from layertap.progress import format_bytes
 from layertap.shard_state import shard_state
 from layertap.store import Store
@@ -27,8 +27,10 @@ def inspect_batch(store: Store, path: str) -> Facts:
     size = store.head(path).size
     try:
         (length,) = struct.unpack("<Q", store.get_range(path, 0, 8))
+        if 8 + length > size:
+            raise ValueError(f"a header of {length:,} bytes doesn't fit into its {size:,}")
         header: dict[str, Any] = json.loads(bytes(store.get_range(path, 8, length)))
-    except (ValueError, OverflowError, IntegrityError) as error:
+    except (ValueError, IntegrityError) as error:
         raise IntegrityError(f"{store.uri}/{path} is no safetensors file: {error}") from error
     metadata: dict[str, str] = header.pop("__metadata__", {})
     rows = _rows(header)
@@ -54,8 +56,12 @@ def inspect_shard(catalog: Catalog, plan_id: str, shard: int) -> Facts:
 
     Raises:
         NotFoundError: there is no such plan.
+        InputError: it has no such shard.
     """
-    record = catalog.plan(plan_id).shards[shard]
+    shards = catalog.plan(plan_id).shards
+    if shard not in range(len(shards)):
+        raise InputError(f"plan {plan_id} has no shard {shard}; its shards are 0 to {len(shards) - 1}")
+    record = shards[shard]
     names = catalog.snapshot(plan_id).names.get(shard, [])
     facts = [
         ("shard", f"{shard} of plan {plan_id}"),

@@ -252,6 +252,11 @@ def test_inspect_shows_a_batch_a_shard_and_a_version(target: str, tokens: Path, 
     assert "whole" in shown and values(shown)["rows"] == "3" and "input_ids I32[8]" in shown
     batch.write_bytes(batch.read_bytes()[:-5])
     assert "DAMAGED" in invoke("inspect", batch).stdout
+    batch.write_text("no safetensors file but a text")
+    text = invoke("inspect", batch)
+    assert text.exit_code == 1 and "bytes doesn't fit into its 30" in text.stderr
+    beyond = invoke("inspect", root, "--plan", run.plan.plan_id, "--shard", 99)
+    assert beyond.exit_code == 2 and "has no shard 99; its shards are 0 to 0" in beyond.stderr
     nothing = invoke("inspect", root)
     assert nothing.exit_code == 2 and "say what to show" in nothing.stderr
     unknown = invoke("status", root, "--plan", "abc")
