@@ -205,7 +205,7 @@ def kill(lane: str, run: Run) -> dict[str, Any]:
 
 def last_claim(run: Run, shard: int) -> dict[str, Any]:
     """The newest claim of a shard."""
-    number, _ = run.catalog.snapshot(run.plan_id).claim_tags[shard]
+    number, _ = run.catalog.snapshot(run.plan_id).claims[shard]
     return run.catalog.read_claim(run.plan_id, shard, number)
 
 

@@ -93,6 +93,10 @@ class Lanes:
             self._look()
         return any(self._states[k].is_running() for k in self._live())
 
+    def seem_lost(self, progress: RunProgress) -> bool:
+        """Whether a lane is silent that hasn't ended, as Prefect last said."""
+        return any(self._names[k] in progress.silent_lanes for k in self._live())
+
     def hear(self) -> str:
         """What lanes said that have ended since because the store failed; empty if none has."""
         new = self._blaming() - self._heard

@@ -16,7 +16,7 @@ from flows.dispatch import Lanes, LanesLostError
 from flows.parameters import Extraction
 from layertap.coordinator import Run
 from layertap.errors import StoppedError, StoreError
-from layertap.failures import ShardFailure, read_failures
+from layertap.failures import ShardFailure, watched_failures
 from layertap.pause import StorePause
 from layertap.report import Report
 from layertap.shard_state import ShardState
@@ -93,9 +93,7 @@ def _tag(tags: list[str]) -> None:
 
 def _publish(run: Run, watch: Watch | None) -> tuple[Report, list[ShardFailure]]:
     report = run.publish(watch)
-    if run.plan is None or not report.failures:
-        return report, []
-    return report, read_failures(run.catalog, plans=[run.plan.plan_id])
+    return report, watched_failures(watch) if watch else []
 
 
 def _work_off(run: Run, extraction: Extraction, watch: Watch, board: ProgressBoard) -> None:
@@ -148,7 +146,7 @@ def look(run: Run, watch: Watch, lanes: Lanes, pause: StorePause, board: Progres
                 return True
             pause.note_committed(progress.shards_by_state.get(ShardState.COMMITTED, 0))
             run.check_stopped()
-            if progress.silent_lanes:
+            if lanes.seem_lost(progress):
                 pause.probe()
             try:
                 lanes.tend(progress)

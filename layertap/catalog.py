@@ -41,8 +41,8 @@ from layertap.records import (
     to_json,
 )
 from layertap.settled import Settled, read_settled, way_out
-from layertap.shard_state import ShardState, shard_state, unended_claims
-from layertap.store import Store, checksum
+from layertap.shard_state import ShardState, ShardStatus, shard_state, unended_claims
+from layertap.store import ObjectInfo, Store, checksum
 from layertap.told import read_told
 
 __all__ = [
@@ -72,8 +72,8 @@ class Snapshot:
     names: dict[int, list[str]]
     """Shard -> its state objects without the shard's number; shards with none are left out."""
 
-    claim_tags: dict[int, tuple[int, str | None]]
-    """Shard -> number and e-tag of its latest claim."""
+    claims: dict[int, tuple[int, ObjectInfo]]
+    """Shard -> number and object of its latest claim."""
 
 
 class Catalog:
@@ -212,7 +212,7 @@ class Catalog:
     def snapshot(self, plan_id: str) -> Snapshot:
         """The state of all shards, from one list."""
         names: dict[int, list[str]] = defaultdict(list)
-        claim_tags: dict[int, tuple[int, str | None]] = {}
+        claims: dict[int, tuple[int, ObjectInfo]] = {}
         folder = f"plans/{plan_id}/state"
         for info in self.store.list(folder):
             match = STATE_OBJECT.fullmatch(info.path.removeprefix(f"{folder}/"))
@@ -221,9 +221,9 @@ class Catalog:
             shard, name = int(match[1]), match[2]
             names[shard].append(name)
             if name.startswith("claim-"):
-                found = (int(name.removeprefix("claim-")), info.e_tag)
-                claim_tags[shard] = max(found, claim_tags.get(shard, (0, None)), key=lambda c: c[0])
-        return Snapshot(names=dict(names), claim_tags=claim_tags)
+                found = (int(name.removeprefix("claim-")), info)
+                claims[shard] = max(found, claims.get(shard, found), key=lambda c: c[0])
+        return Snapshot(names=dict(names), claims=claims)
 
     def states(self, plan_id: str) -> dict[int, ShardState]:
         """States of the shards of which there is a state object, whoever lives; ascending."""
@@ -304,23 +304,18 @@ class Catalog:
         with suppress(AlreadyExistsError):
             self.store.create(f"{_state(plan_id, shard)}.void-{number}", to_json({"reason": reason}))
 
-    def last_failure(self, plan_id: str, shard: int, names: Collection[str] | None = None) -> dict[str, Any]:
-        """The latest recorded failure of a shard; its `error` also tells of lanes that died in silence.
+    def last_failure(self, plan_id: str, shard: int, status: ShardStatus) -> dict[str, Any]:
+        """The last recorded failure of a shard with failures or deaths, since its last retry.
 
-        Args:
-            plan_id: its plan.
-            shard: its number.
-            names: its state objects, from a snapshot; one is taken by default.
+        If there is none, what the last claim said whose lane died, with an `error` that tells of these lanes.
         """
-        if names is None:
-            names = self.snapshot(plan_id).names.get(shard, [])
-        failures = [name for name in names if name.startswith("fail-")]
-        if not failures:
-            claims = sum(name.startswith("claim-") for name in names)
-            return {"error": f"{claims} lanes died while they held shard {shard}, none left an error"}
-        path = f"{_state(plan_id, shard)}.{max(failures, key=_number)}"
-        told = read_told(self.store, path, lambda failure: require(failure, "error"))
-        return told or {"error": f"its record is damaged: {path}"}
+        if not status.last_failure:
+            error = f"{status.num_deaths} lanes died while they held shard {shard}, none left an error"
+            told = self.read_claim(plan_id, shard, status.last_death)
+            return {**told, "claim": status.last_death, "error": error}
+        path = f"{_state(plan_id, shard)}.{status.last_failure}"
+        failure = read_told(self.store, path, lambda failure: require(failure, "error"))
+        return failure or {"error": f"its record is damaged: {path}"}
 
     def commit(self, claim: Claim, outcome: Outcome) -> Outcome:
         """Make the files of the outcome's attempt count: the first who does it for a shard wins.
@@ -397,7 +392,3 @@ def _claim_content(claim: Claim, progress: dict[str, Any]) -> dict[str, Any]:
 
 def _safe(lane: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", lane)
-
-
-def _number(name: str) -> int:
-    return int(name.partition(".")[0].partition("-")[2])

@@ -159,7 +159,8 @@ class Run:
         So it may be begun again at any point.
 
         Args:
-            watch: what watched the run's plan to its end; it knows the shards that failed.
+            watch: what watched the run's plan to its end; it knows how each shard stands, of
+                which the report says nothing without it.
 
         Raises:
             DatasetError: the dataset's files were overwritten during the run.
@@ -176,7 +177,7 @@ class Run:
             missing=versions.missing(version),
             missing_rows=put_missing_rows(self.catalog.store, version),
             failures=watch.failures() if watch else {},
-            shard_table=put_shard_table(self.catalog, self.plan) if self.plan else "",
+            shard_table=put_shard_table(watch) if watch else "",
             work=watch.work(bytes_per_token) if watch else Work(),
         )
 

@@ -3,14 +3,18 @@
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
 from layertap.background import at_once
 from layertap.catalog import Catalog, PlanRecord
 from layertap.errors import IntegrityError
+from layertap.garbage import store_time
 from layertap.settled import Settled, way_out
-from layertap.shard_state import ShardState, ShardStatus, shard_state
+from layertap.shard_state import ShardState, ShardStatus, shard_state, unended_claims
+from layertap.watch import Watch
+from layertap.watcher import BEAT_S, BEATS_TO_STALE
 
 HOPELESS = "failed for good"
 TRIED_AGAIN = "will be tried again"
@@ -84,37 +88,51 @@ def read_failures(
     """The failures that stand in a root: of shards without an outcome, since they were last retried.
 
     A shard of whose rows another plan has settled every one, as after a run with other settings, is left out.
+    Whether the lane that holds a shard lives is told by the age of its last beat.
 
     Args:
         catalog: of the root.
         plans: of these plans; of all by default.
         shards: of these shards; of all by default.
     """
-    failed = {plan_id: _failed(catalog, plan_id, shards) for plan_id in (list(plans) or catalog.plans())}
-    if not any(failed.values()):
-        return []
-    settled = catalog.settled()
-    found = (_of_plan(catalog, plan_id, of, settled) for plan_id, of in failed.items() if of)
-    return list(chain.from_iterable(found))
+    looked_at = {plan_id: _look(catalog, plan_id) for plan_id in (list(plans) or catalog.plans())}
+    return _read_all(catalog, {p: _failed(statuses, shards) for p, statuses in looked_at.items()})
+
+
+def watched_failures(watch: Watch) -> list[ShardFailure]:
+    """The failures that stood at a watch's last look, as `read_failures`."""
+    return _read_all(watch.catalog, {watch.plan.plan_id: _failed(watch.statuses, ())})
 
 
 def forget_failures(catalog: Catalog, plan_id: str) -> None:
-    """Let every shard that failed for good be tried again."""
+    """Let every shard be tried again that has failed for good, or has if the lane that holds it is dead.
+
+    Whether that is so would show only after three beats, and it costs a lane that lives nothing.
+    """
     for shard, names in catalog.snapshot(plan_id).names.items():
-        status = shard_state(names)
+        status = shard_state(names, unended_claims(names))
         if status.state == ShardState.FAILED:
             catalog.retry(plan_id, shard, status.claim)
 
 
-_Failed = dict[int, tuple[ShardStatus, Collection[str]]]
-"""Shard -> its state, and the names of its state objects."""
+_Statuses = Mapping[int, ShardStatus]
+"""Shard -> its status."""
 
 
-def _failed(catalog: Catalog, plan_id: str, shards: Collection[int]) -> _Failed:
-    names = catalog.snapshot(plan_id).names
-    statuses = {shard: shard_state(names[shard]) for shard in sorted(names)}
+def _look(catalog: Catalog, plan_id: str) -> _Statuses:
+    """The statuses of the plan's shards of which there is a state object, at a single look."""
+    snapshot = catalog.snapshot(plan_id)
+    unended = {k: unended_claims(names) for k, names in sorted(snapshot.names.items())}
+    stale: dict[int, set[int]] = {}
+    if any(unended.values()):  # only then, for to ask the store for its time takes a write
+        before = store_time(catalog.store) - timedelta(seconds=BEATS_TO_STALE * BEAT_S)
+        stale = {k: unended[k] for k, (_, claim) in snapshot.claims.items() if claim.modified_at < before}
+    return {k: shard_state(snapshot.names[k], stale.get(k, ())) for k in unended}
+
+
+def _failed(statuses: _Statuses, shards: Collection[int]) -> _Statuses:
     return {
-        shard: (status, names[shard])
+        shard: status
         for shard, status in statuses.items()
         if status.num_failures + status.num_deaths
         and status.state not in (ShardState.COMMITTED, ShardState.VOID)
@@ -122,29 +140,33 @@ def _failed(catalog: Catalog, plan_id: str, shards: Collection[int]) -> _Failed:
     }
 
 
-def _of_plan(catalog: Catalog, plan_id: str, failed: _Failed, settled: Settled) -> list[ShardFailure]:
+def _read_all(catalog: Catalog, failed: Mapping[str, _Statuses]) -> list[ShardFailure]:
+    if not any(failed.values()):
+        return []
+    settled = catalog.settled()
+    found = (_of_plan(catalog, plan_id, of, settled) for plan_id, of in failed.items() if of)
+    return list(chain.from_iterable(found))
+
+
+def _of_plan(catalog: Catalog, plan_id: str, failed: _Statuses, settled: Settled) -> list[ShardFailure]:
     plan = catalog.plan(plan_id)
 
     def read(shard: int) -> ShardFailure | None:
         try:
             rows = catalog.shard_rows(plan_id, shard, plan)
         except IntegrityError:  # which may be why it failed
-            return _read(catalog, plan, shard, *failed[shard], way_out(catalog.store.uri, plan_id, shard))
+            return _read(catalog, plan, shard, failed[shard], way_out(catalog.store.uri, plan_id, shard))
         at = settled.find(rows.keys)
         if (at >= 0).all() and settled.is_final[at].all():
             return None
-        return _read(catalog, plan, shard, *failed[shard], "")
+        return _read(catalog, plan, shard, failed[shard], "")
 
     return [failure for failure in at_once(read, list(failed)).values() if failure]
 
 
-def _read(
-    catalog: Catalog, plan: PlanRecord, shard: int, status: ShardStatus, names: Collection[str], way: str
-) -> ShardFailure:
+def _read(catalog: Catalog, plan: PlanRecord, shard: int, status: ShardStatus, way: str) -> ShardFailure:
     plan_id, record = plan.plan_id, plan.shards[shard]
-    told = catalog.last_failure(plan_id, shard, names)
-    if not status.num_failures:  # nobody wrote anything down; the last claim says whose lane it was
-        told = {**catalog.read_claim(plan_id, shard, status.claim), **told}
+    told = catalog.last_failure(plan_id, shard, status)
     return ShardFailure(
         plan_id=plan_id,
         shard=shard,

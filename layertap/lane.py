@@ -328,11 +328,12 @@ class Lane:
         self._failures_in_a_row = 0
         return self._pop(claim).outcome
 
-    def give_back(self, claim: Claim) -> None:
-        """Let go of a claim through no fault of its shard, which then waits; or of one that is committed."""
+    def give_back(self, claim: Claim) -> Outcome | None:
+        """Let go of a claim through no fault of its shard, which then waits; its outcome if it has one."""
         held = self._pop(claim)
         if held.outcome is None:
             self.catalog.release(claim)
+        return held.outcome
 
     def excuse(self, claim: Claim) -> bool:
         """Give back a claim whose shard failed for the store's sake, if that answers again by now.

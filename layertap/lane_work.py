@@ -68,7 +68,8 @@ def work_through(
     Args:
         lane: an open lane.
         submit: starts `lane.extract(claim)` in a thread and returns its future; its retries are its own.
-        no_fault: errors of whoever runs the threads; a shard that ends with one is given back.
+        no_fault: errors of whoever runs the threads; a shard that ends with one without an
+            outcome is given back.
 
     Raises:
         StoppedError: the run was told to stop.
@@ -120,8 +121,9 @@ def _settle(
     except ClaimLostError:
         lane.let_go(claim)
     except no_fault:
-        log.warning("shard %d wasn't run to its end and is given back", claim.shard, exc_info=True)
-        lane.give_back(claim)
+        log.warning("the task of shard %d wasn't run to its end", claim.shard, exc_info=True)
+        if outcome := lane.give_back(claim):
+            report.committed.append(outcome)
     except StoreRefusedError:
         raise
     except Exception as error:

@@ -86,7 +86,7 @@ class Report:
     """Shard that failed for good -> its last error."""
 
     shard_table: str
-    """Path of a Parquet file with how each shard of the plan stands; empty where nothing was planned."""
+    """Path of a Parquet file with how each shard of the plan stands; empty where nobody watched one."""
 
     work: Work
 

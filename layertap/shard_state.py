@@ -35,7 +35,7 @@ class ShardState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardStatus:
-    """A shard's state and the counts behind it, both since the last retry."""
+    """A shard's state and what is behind it, both since the last retry."""
 
     state: ShardState
 
@@ -47,6 +47,12 @@ class ShardStatus:
 
     num_deaths: int = 0
     """Claims whose lane went silent."""
+
+    last_failure: str = ""
+    """Name of the last recorded error among its state objects; empty if there is none."""
+
+    last_death: int = 0
+    """Number of the last claim whose lane went silent, 0 if there was none."""
 
 
 def shard_state(names: Iterable[str], stale: Collection[int] = ()) -> ShardStatus:
@@ -75,7 +81,15 @@ def shard_state(names: Iterable[str], stale: Collection[int] = ()) -> ShardStatu
         state = ShardState.FAILED
     else:
         state = ShardState.STALE if held else ShardState.WAITING
-    return ShardStatus(state=state, claim=latest, num_failures=len(failures), num_deaths=len(deaths))
+    last_failed = max(failures, default=0)
+    return ShardStatus(
+        state=state,
+        claim=latest,
+        num_failures=len(failures),
+        num_deaths=len(deaths),
+        last_failure=f"fail-{last_failed}.{failed_on[last_failed]}" if failures else "",
+        last_death=max(deaths, default=0),
+    )
 
 
 def unended_claims(names: Iterable[str]) -> set[int]:

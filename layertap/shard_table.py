@@ -1,6 +1,5 @@
 """All shards of a plan as a Parquet file: what a person's table has no room for."""
 
-from collections.abc import Collection
 from io import BytesIO
 from typing import Any
 
@@ -8,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from layertap.background import at_once
-from layertap.catalog import Catalog, PlanRecord
-from layertap.shard_state import ShardState, shard_state
+from layertap.shard_state import ShardState
+from layertap.watch import Watch
 
 COUNTS = ("shard", "claims", "failures", "deaths", "planned_rows", "planned_tokens")
 RESULTS = ("rows", "tokens", "bytes", "refused", "splits")
@@ -21,22 +20,21 @@ SCHEMA = pa.schema(
 """Null where a shard has no outcome, or no failure."""
 
 
-def put_shard_table(catalog: Catalog, plan: PlanRecord) -> str:
-    """Write how each shard of a plan stands and who did it; returns the file's path."""
-    names = catalog.snapshot(plan.plan_id).names
-    rows = at_once(lambda k: _row(catalog, plan, k, names.get(k, ())), range(len(plan.shards)))
+def put_shard_table(watch: Watch) -> str:
+    """Write how each shard of a plan stood at a watch's last look, and who did it; returns the path."""
+    rows = at_once(lambda k: _row(watch, k), range(len(watch.plan.shards)))
     sink = BytesIO()
     pq.write_table(pa.Table.from_pylist(list(rows.values()), SCHEMA), sink)
-    path = f"reports/plan-{plan.plan_id}-shards.parquet"
-    catalog.store.put(path, sink.getvalue())
+    path = f"reports/plan-{watch.plan.plan_id}-shards.parquet"
+    watch.catalog.store.put(path, sink.getvalue())
     return path
 
 
-def _row(catalog: Catalog, plan: PlanRecord, shard: int, names: Collection[str]) -> dict[str, Any]:
-    status, record = shard_state(names), plan.shards[shard]
+def _row(watch: Watch, shard: int) -> dict[str, Any]:
+    status, record, plan_id = watch.statuses[shard], watch.plan.shards[shard], watch.plan.plan_id
     told: dict[str, Any] = {}
     if status.state == ShardState.COMMITTED:
-        outcome = catalog.outcome(plan.plan_id, shard)
+        outcome = watch.catalog.outcome(plan_id, shard)
         told = {
             **outcome.to_dict(),
             "rows": outcome.num_rows,
@@ -46,7 +44,7 @@ def _row(catalog: Catalog, plan: PlanRecord, shard: int, names: Collection[str])
             "splits": outcome.num_splits,
         }
     elif status.num_failures or status.num_deaths:
-        told = catalog.last_failure(plan.plan_id, shard, names)
+        told = watch.catalog.last_failure(plan_id, shard, status)
     return {name: told.get(name) for name in SCHEMA.names} | {
         "shard": shard,
         "state": str(status.state),

@@ -16,6 +16,7 @@ from layertap.shard_state import ShardState, ShardStatus
 from layertap.watcher import BEAT_S, Watcher
 
 SETTLED_STATES = (*HAS_ENDED, ShardState.FAILED)
+HELD = (ShardState.CLAIMED, ShardState.STALE)
 
 ATTENTION = [
     ShardState.FAILED,
@@ -47,7 +48,7 @@ class RunProgress:
     """Shards each live lane holds."""
 
     silent_lanes: frozenset[str]
-    """Lanes that hold stale claims and no other."""
+    """Lanes that hold stale claims and no other, also of shards that have failed by that."""
 
     shards: list[dict[str, Any]]
     """A row a shard, those that need a look first; at most 100."""
@@ -80,20 +81,20 @@ class Watch:
         self._watcher = Watcher(catalog, plan.plan_id, beat_s=BEAT_S)
         self._rate = Rate()
         self._shard_rates: dict[tuple[int, int], Rate] = {}
-        self._statuses: dict[int, ShardStatus] = {}
+        self.statuses: dict[int, ShardStatus] = {}
+        """Of each shard, at the last look."""
+
         self._endings: dict[tuple[int, ShardState, int], dict[str, Any]] = {}
         self._started_at = time.monotonic()
         self._first: RunProgress | None = None
 
     def poll(self) -> RunProgress:
         """Look once."""
-        plan_id, statuses = self.plan.plan_id, self._watcher.poll()
-        at_work = [k for k, s in statuses.items() if s.state in (ShardState.CLAIMED, ShardState.STALE)]
-        claims = at_once(lambda k: self.catalog.read_claim(plan_id, k, statuses[k].claim), at_work)
-        held = {k: claim for k, claim in claims.items() if claim}  # whose can't be told of a damaged one
+        self.statuses = statuses = self._watcher.poll()
+        held = self._claims([k for k, s in statuses.items() if s.state in HELD])
+        died = self._claims([k for k, s in statuses.items() if _failed_by_last_death(s)])
         lanes = Counter(c["lane"] for k, c in held.items() if statuses[k].state == ShardState.CLAIMED)
         rows = [self._row(k, statuses[k], held.get(k, {})) for k in range(len(self.plan.shards))]
-        self._statuses = statuses
         tokens_done = sum(row["tokens done"] for row in rows)
         rows_done = sum(row["rows done"] for row in rows)
         self._rate.update(tokens_done, rows_done)
@@ -112,7 +113,7 @@ class Watch:
             shards_by_state=dict(states),
             num_claimable=states[ShardState.WAITING] + states[ShardState.STALE],
             lanes=dict(lanes),
-            silent_lanes=frozenset(claim["lane"] for claim in held.values()) - lanes.keys(),
+            silent_lanes=frozenset(c["lane"] for c in (*held.values(), *died.values())) - lanes.keys(),
             shards=[{**row, **paces.get(row["shard"], {}), **endings[row["shard"]]} for row in shown],
         )
         self._first, self._last = self._first or progress, progress
@@ -135,12 +136,17 @@ class Watch:
 
     def failures(self) -> dict[int, str]:
         """Shards that had failed for good at the last look, with their last error."""
-        failed = [k for k, status in self._statuses.items() if status.state == ShardState.FAILED]
+        failed = [k for k, status in self.statuses.items() if status.state == ShardState.FAILED]
         return {k: told["error"] for k, told in at_once(self._last_failure, failed).items()}
 
     def _last_failure(self, shard: int) -> dict[str, Any]:
-        names = self._watcher.names.get(shard, [])
-        return self.catalog.last_failure(self.plan.plan_id, shard, names)
+        return self.catalog.last_failure(self.plan.plan_id, shard, self.statuses[shard])
+
+    def _claims(self, shards: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """The latest claim of each shard, but for damaged ones: whose they are can't be told."""
+        plan_id = self.plan.plan_id
+        claims = at_once(lambda k: self.catalog.read_claim(plan_id, k, self.statuses[k].claim), shards)
+        return {k: claim for k, claim in claims.items() if claim}
 
     def _paces(self, at_work: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Of each shard at work, tokens a second since its claim was seen first, and the time left."""
@@ -156,7 +162,7 @@ class Watch:
 
     def _ended(self, shard: int) -> dict[str, Any]:
         """The lane of a shard that is settled, its pace or the first line of its error; each is read once."""
-        status, plan_id = self._statuses[shard], self.plan.plan_id
+        status, plan_id = self.statuses[shard], self.plan.plan_id
         if status.state not in (ShardState.COMMITTED, ShardState.FAILED):
             return {}
         key = (shard, status.state, status.claim)
@@ -187,6 +193,10 @@ class Watch:
             "tokens": record.num_tokens,
             "tokens done": record.num_tokens if whole else claim.get("num_tokens", 0),
         }
+
+
+def _failed_by_last_death(status: ShardStatus) -> bool:
+    return status.state == ShardState.FAILED and status.last_death == status.claim
 
 
 def _tokens_per_s(outcome: Outcome) -> int:

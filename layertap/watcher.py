@@ -35,8 +35,6 @@ class Watcher:
         self._looked_at = clock()
         self._watched_s = 0.0
         self._seen: dict[int, tuple[tuple[int, str | None], float]] = {}
-        self.names: dict[int, list[str]] = {}
-        """State objects of each shard at the last look, as `Snapshot.names`."""
 
     def poll(self) -> dict[int, ShardStatus]:
         """The status of every shard of the plan."""
@@ -44,9 +42,8 @@ class Watcher:
         self._watched_s += min(now - self._looked_at, self._beat_s)
         self._looked_at = now
         snapshot = self._catalog.snapshot(self._plan_id)
-        self.names = snapshot.names
         return {
-            shard: shard_state(self.names.get(shard, ()), self._stale(shard, snapshot))
+            shard: shard_state(snapshot.names.get(shard, ()), self._stale(shard, snapshot))
             for shard in range(self._num_shards)
         }
 
@@ -55,11 +52,12 @@ class Watcher:
         self._seen.clear()
 
     def _stale(self, shard: int, snapshot: Snapshot) -> list[int]:
-        tag = snapshot.claim_tags.get(shard)
-        if tag is None:
+        if shard not in snapshot.claims:
             return []
+        number, claim = snapshot.claims[shard]
+        tag = (number, claim.e_tag)
         before, since_s = self._seen.get(shard, (None, 0.0))
         if tag != before:
             self._seen[shard] = (tag, self._watched_s)
             return []
-        return [tag[0]] if self._watched_s - since_s >= BEATS_TO_STALE * self._beat_s else []
+        return [number] if self._watched_s - since_s >= BEATS_TO_STALE * self._beat_s else []

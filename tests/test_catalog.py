@@ -338,7 +338,7 @@ def test_a_beat_changes_the_claim_and_shows_progress(catalog: Catalog, plan: Pla
     tags = set()
     for _ in range(3):
         catalog.beat(claim, {"num_tokens": 7})
-        tags.add(catalog.snapshot(plan.plan_id).claim_tags[0])
+        tags.add(catalog.snapshot(plan.plan_id).claims[0][1].e_tag)
     assert len(tags) == 3
     seen = catalog.read_claim(plan.plan_id, 0, 1)
     assert (seen["lane"], seen["host"], seen["num_tokens"]) == ("a", "h", 7)
@@ -402,7 +402,7 @@ def test_a_watcher_that_was_suspended_takes_nobody_for_dead(catalog: Catalog, pl
 def test_the_tenth_claim_comes_after_the_ninth(catalog: Catalog, plan: PlanRecord) -> None:
     for number in (9, 10):
         claimed(catalog, plan, 0, number)
-    assert catalog.snapshot(plan.plan_id).claim_tags[0][0] == 10
+    assert catalog.snapshot(plan.plan_id).claims[0][0] == 10
 
 
 def test_a_stale_shard_is_taken_over_by_one_lane(catalog: Catalog, plan: PlanRecord) -> None:
@@ -428,7 +428,7 @@ def test_failures_release_and_retry_move_a_shard(catalog: Catalog, plan: PlanRec
     assert (watcher.poll()[0].state, watcher.poll()[0].num_failures) == (WAITING, 1)
     catalog.fail(claimed(catalog, plan, 0, 3, lane="c"), {"error": "RuntimeError: three"})
     assert watcher.poll()[0].state == FAILED
-    assert catalog.last_failure(plan.plan_id, 0)["error"] == "RuntimeError: three"
+    assert catalog.last_failure(plan.plan_id, 0, watcher.poll()[0])["error"] == "RuntimeError: three"
     catalog.retry(plan.plan_id, 0, 3)
     catalog.retry(plan.plan_id, 0, 3)
     assert (watcher.poll()[0].state, watcher.poll()[0].num_failures) == (WAITING, 0)
@@ -436,11 +436,17 @@ def test_failures_release_and_retry_move_a_shard(catalog: Catalog, plan: PlanRec
 
 
 def test_lanes_that_died_in_silence_are_the_failure(catalog: Catalog, plan: PlanRecord) -> None:
-    for number in (1, 2, 3):
-        claimed(catalog, plan, 1, number)
-    assert catalog.last_failure(plan.plan_id, 1)["error"] == (
-        "3 lanes died while they held shard 1, none left an error"
-    )
+    for number in (1, 2):
+        catalog.fail(claimed(catalog, plan, 1, number, lane=f"lane-{number}"), {"error": "RuntimeError: old"})
+    catalog.retry(plan.plan_id, 1, 2)
+    for number in (3, 4, 5, 6):
+        last = claimed(catalog, plan, 1, number, lane=f"lane-{number}")
+    catalog.release(last)
+    status = shard_state(catalog.snapshot(plan.plan_id).names[1])
+    assert (status.state, status.num_failures, status.num_deaths) == (FAILED, 0, 3)
+    told = catalog.last_failure(plan.plan_id, 1, status)
+    assert told["error"] == "3 lanes died while they held shard 1, none left an error"
+    assert (told["lane"], told["claim"]) == ("lane-5", 5), "neither who failed before nor who gave it back"
 
 
 STRAY = [

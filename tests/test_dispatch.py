@@ -210,6 +210,24 @@ def test_lanes_that_worked_and_died_since_the_store_was_looked_at_are_replaced(
     assert len(lanes._live()) == 1
 
 
+def test_the_store_is_tried_while_a_lane_is_silent_and_no_more_once_its_end_is_known(
+    clock: list[float], folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[Store] = []
+    monkeypatch.setattr("layertap.pause.probe", tries.append)
+    progress = replace(seen(silent=("lane-0",)), shards_by_state={"failed": 1, "waiting": 4})
+    lanes = OfflineLanes(1)
+    lanes.tend(seen())
+    lanes.tend(seen("lane-0"))
+    run: Any = SimpleNamespace(check_stopped=lambda: None)
+    watch: Any = SimpleNamespace(poll=lambda: progress)
+    board: Any = SimpleNamespace(show=lambda *_, **__: None)
+    for _ in range(3):
+        assert not look(run, watch, lanes, StorePause(folder_store, 0), board)
+    assert len(tries) == 1
+    assert [lanes._names[k] for k in lanes._live()] == ["lane-1"]
+
+
 def test_deaths_are_forgiven_when_a_shard_was_committed_since(clock: list[float]) -> None:
     lanes = OfflineLanes(1)
     lanes.tend(seen())

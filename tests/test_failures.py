@@ -1,11 +1,15 @@
 """What is told of shards that failed: reason, place, traceback, log, and how to try them again."""
 
 import logging
+import os
 import threading
+import time
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from prefect import flow
@@ -14,16 +18,24 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 
 from deployments.run_commands import failures
-from layertap.catalog import Catalog
+from layertap.catalog import Catalog, Claim
 from layertap.cli import main
 from layertap.coordinator import Run
 from layertap.errors import TooManyRefusedError
-from layertap.failures import HOPELESS, TRIED_AGAIN, forget_failures, markdown, read_failures
+from layertap.failures import (
+    HOPELESS,
+    TRIED_AGAIN,
+    forget_failures,
+    markdown,
+    read_failures,
+    watched_failures,
+)
 from layertap.lane import Lane
 from layertap.lane_work import extract_in_threads
 from layertap.plan import PlanSettings
 from layertap.settled import way_out
-from layertap.shard_state import ShardState
+from layertap.shard_state import ShardState, shard_state
+from layertap.shard_table import put_shard_table
 from layertap.store import Store
 from layertap.verify import verify_root
 from tasks.artifacts import FAILURES, show_failures
@@ -51,6 +63,11 @@ def fail_on(run: Run, shard: int, *lanes: str) -> None:
         claim = run.catalog.claim(plan_id_of(run), shard, number, lane=lane, details={"host": "h1"})
         assert claim is not None
         run.catalog.fail(claim, {"error": f"ValueError: bad | on {lane}\nand more", "lane": lane})
+
+
+def die_with(run: Run, shard: int, *lanes: str) -> None:
+    for number, lane in enumerate(lanes, start=1):
+        assert run.catalog.claim(plan_id_of(run), shard, number, lane=lane, details={"host": "h1"})
 
 
 def test_a_lane_leaves_all_that_a_person_needs_to_find_the_reason(
@@ -120,13 +137,50 @@ def test_a_shard_whose_rows_are_damaged_fails_with_a_way_out_that_helps(
 
 
 def test_lanes_that_died_in_silence_are_named_by_their_claims(run: Run) -> None:
-    for number in (1, 2, 3, 4):
-        claim = run.catalog.claim(plan_id_of(run), 2, number, lane=f"lane-{number}", details={"host": "h1"})
-        assert claim is not None
-    run.catalog.release(claim)
+    die_with(run, 2, "a", "b", "c", "d")
+    run.catalog.release(Claim(plan_id=plan_id_of(run), shard=2, number=4, lane="d", token=""))
     (failure,) = read_failures(run.catalog, shards=[2])
     assert (failure.num_deaths, failure.state, failure.host) == (3, HOPELESS, "h1")
-    assert "4 lanes died while they held shard 2" in failure.error
+    assert (failure.lane, failure.claim) == ("c", 3), "whose lane was the last to die"
+    assert "3 lanes died while they held shard 2" in failure.error
+
+
+def test_a_run_whose_shard_ended_by_a_third_silent_death_says_that_it_failed_for_good(
+    run: Run, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layertap.watch.BEAT_S", 0.01)
+    watch = run.watch()
+    die_with(run, 2, "a", "b", "c")
+    while ShardState.FAILED not in watch.poll().shards_by_state:
+        time.sleep(0.01)
+    (failure,) = watched_failures(watch)
+    assert (failure.state, failure.num_deaths, failure.lane) == (HOPELESS, 3, "c")
+    row = pq.read_table(BytesIO(folder_store.get(put_shard_table(watch)))).to_pylist()[2]
+    assert (row["state"], row["deaths"], row["lane"]) == ("failed", 3, "c")
+
+
+def test_the_command_tells_a_third_silent_death_from_a_lane_at_work_by_the_age_of_its_beat(
+    run: Run, folder_store: Store
+) -> None:
+    die_with(run, 2, "a", "b", "c")
+    told = CliRunner().invoke(failures, [folder_store.uri])
+    assert told.exit_code == 0 and "will be tried again, after 0 errors and 2 silent deaths" in told.output
+    beat = folder_store.local_path(f"plans/{plan_id_of(run)}/state/00002.claim-3")
+    assert beat is not None
+    a_minute_ago = beat.stat().st_mtime - 60
+    os.utime(beat, (a_minute_ago, a_minute_ago))
+    told = CliRunner().invoke(failures, [folder_store.uri])
+    assert told.exit_code == 1 and "failed for good, after 0 errors and 3 silent deaths" in told.output
+    assert "layertap retry" in told.output
+
+
+def test_a_retried_lane_finds_work_in_a_shard_that_took_three_lanes_away_though_the_last_died_just_now(
+    run: Run,
+) -> None:
+    die_with(run, 2, "a", "b", "c")
+    forget_failures(run.catalog, plan_id_of(run))
+    names = run.catalog.snapshot(plan_id_of(run)).names[2]
+    assert shard_state(names, stale=[3]).state == ShardState.STALE
 
 
 def test_of_thousands_of_failures_some_are_read_at_once_and_the_plan_but_once(

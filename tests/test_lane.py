@@ -135,7 +135,7 @@ def test_a_failure_is_recorded_and_the_shard_tried_again(
         lane.extract = once_broken  # type: ignore[method-assign]
         report = extract_in_threads(lane)
     assert report.failed == {1: "RuntimeError: a bug"}
-    failure = run.catalog.last_failure(plan_id, 1)
+    failure = run.catalog.last_failure(plan_id, 1, shard_state(run.catalog.snapshot(plan_id).names[1]))
     assert failure["lane"] == "lane-0" and "once_broken" in failure["traceback"]
     assert run.catalog.outcome(plan_id, 1).claim == 2
     run.publish().check(0.0)
@@ -178,6 +178,23 @@ def test_a_shard_whose_scheduler_fails_is_given_back_and_not_blamed(
     assert (len(report.committed), report.failed) == (len(run.plan.shards), {})
     names = run.catalog.snapshot(plan_id).names[0]
     assert "release-1" in names and "claim-2" in names
+
+
+def test_a_shard_whose_scheduler_fails_after_its_commit_counts_as_committed(
+    run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
+) -> None:
+    def submit(claim: Claim) -> Future[Any]:
+        future: Future[Any] = Future()
+        lane.extract(claim)
+        future.set_exception(ConnectionError("the scheduler is away"))
+        return future
+
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        report = work_through(lane, submit, no_fault=(ConnectionError,))
+    assert run.plan is not None
+    assert sorted(outcome.shard for outcome in report.committed) == list(range(len(run.plan.shards)))
+    assert report.num_tokens == run.plan.num_tokens and report.failed == {}
+    assert all(set(names) == {"claim-1", "outcome"} for names in run.catalog.snapshot(plan_id).names.values())
 
 
 def test_a_lane_whose_device_others_fill_ends_and_no_shard_is_blamed(

@@ -48,7 +48,7 @@ def test_a_claim_stays_fresh_though_a_beat_is_never_answered(
             assert proxy.holds_one.wait(60)
             while len(seen) < 4:
                 assert watcher.poll()[0].state == ShardState.CLAIMED
-                seen.add(run.catalog.snapshot(plan_id).claim_tags[0][1])
+                seen.add(run.catalog.snapshot(plan_id).claims[0][1].e_tag)
                 time.sleep(0.1)
             proxy.ended.set()
 

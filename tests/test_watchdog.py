@@ -18,6 +18,7 @@ from layertap.coordinator import Run
 from layertap.lane import Lane
 from layertap.lane_work import extract_in_threads
 from layertap.progress import Clock
+from layertap.shard_state import shard_state
 from layertap.staging import Slot
 from layertap.store import Store
 from layertap.target import Target
@@ -128,7 +129,7 @@ def test_a_lane_that_hangs_records_why_and_dies(
     assert sorted(names) == [0, 1], "two are in flight"
     [hung] = [shard for shard in names if "fail-1.hung" in names[shard]]
     assert sorted(names[1 - hung]) == ["claim-1", "release-1"]
-    failure = Catalog(folder_store).last_failure(run.plan.plan_id, hung)
+    failure = Catalog(folder_store).last_failure(run.plan.plan_id, hung, shard_state(names[hung]))
     assert f"no end of {words} for" in failure["error"]
 
 
