@@ -115,6 +115,13 @@ class RealStack:
         found: list[dict[str, Any]] = self.post(f"{what}/filter", filters)
         return found
 
+    def logs(self) -> list[dict[str, Any]]:
+        """All that runs and workers have logged to Prefect."""
+        found: list[dict[str, Any]] = []
+        while page := self.ask("logs", sort="TIMESTAMP_ASC", limit=200, offset=len(found)):
+            found += page
+        return found
+
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """A request to Prefect's API; its answer."""
         answer = httpx.post(f"{self.stack.api_url}/{path}", json=body, timeout=30)

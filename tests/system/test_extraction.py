@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from layertap.object_server import ObjectServer
 from tests.models import tiny_llama
 from tests.runs import assert_read_back, save_rows, some_rows
 from tests.system.postgres import PASSWORD
@@ -86,6 +87,26 @@ def test_a_run_extracts_every_row_and_a_second_one_computes_nothing(
     assert "320 of 321 rows are stored, 1 are missing: version 1" in layertap(*options)
     assert len(stack.runs_of("extraction_lane", "plain")) == LANES
     assert stack.outcomes("plain") == outcomes
+
+
+def test_the_secret_key_of_the_store_shows_nowhere(stack: RealStack, target: str, tmp_path: Path) -> None:
+    server = ObjectServer.running(stack.stack.objects)
+    assert server is not None
+    secret = server.environment()["AWS_SECRET_ACCESS_KEY"]
+    run = run_under_way(stack, save_rows(some_rows(300, seed=6), tmp_path / "rows"), target, "secret")
+    processes = [str(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
+    assert_succeeds(run)
+    store = stack.store("")
+    told = {
+        "processes": processes,
+        "records": [bytes(store.get(o.path)).decode(errors="replace") for o in store.list("secret")],
+        "log files": [file.read_text(errors="replace") for file in stack.stack.state.rglob("*.log")],
+    }
+    for what in ("flow_runs", "task_runs", "artifacts", "deployments", "work_pools", "block_documents"):
+        told[what] = [str(one) for one in stack.ask(what)]
+    told["logs"] = [str(one) for one in stack.logs()]
+    assert all(told.values()), {what: len(found) for what, found in told.items()}
+    assert {what for what, found in told.items() for text in found if secret in text} == set()
 
 
 def test_a_lane_killed_half_way_costs_no_row_and_doubles_none(
