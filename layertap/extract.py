@@ -24,6 +24,7 @@ from torch import Tensor
 
 from layertap.background import in_background
 from layertap.errors import DeviceError
+from layertap.kernels import is_out_of_memory
 from layertap.keys import KEY_BYTES
 from layertap.progress import Clock, SpentOn
 from layertap.records import DATA, MEMORY, ShardRows
@@ -338,14 +339,19 @@ class _Shard:
     def _try_rows(
         self, layout: BatchLayout, slot: Slot, first: int, ids_BT: Tensor, lengths_B: Tensor
     ) -> str | None:
-        """Tap and pack some rows; returns what the allocator says if the device has no memory for them."""
-        try:
-            pack(slot.words(layout), layout, first, self._target.tap(ids_BT), ids_BT, lengths_B)
-            return None
-        except torch.OutOfMemoryError as error:
-            message = str(error)
-        if self._extractor._is_cuda:
-            torch.cuda.empty_cache()
+        """Tap and pack some rows; returns what is said if the device has no memory for them."""
+        message = ""
+        num_tries = 2 if len(ids_BT) == 1 else 1  # a row alone once more, with all free that PyTorch kept
+        for _ in range(num_tries):
+            try:
+                pack(slot.words(layout), layout, first, self._target.tap(ids_BT), ids_BT, lengths_B)
+                return None
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                message = str(error)
+            if self._extractor._is_cuda:
+                torch.cuda.empty_cache()
         return message
 
     def _too_large(self, num_tokens: int, no_memory: str) -> str:

@@ -32,6 +32,9 @@ ROTARY = "apply_rotary_pos_emb"
 OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
 
+NO_MEMORY = ("Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""How those say it that ask the driver for memory of their own."""
+
 
 def keep_gpu_kernels_out() -> None:
     """Have transformers take its own code instead of `fla`'s kernels, which die without a GPU.
@@ -108,6 +111,18 @@ def refuse_slow_kernels(layers: nn.ModuleList, device: torch.device) -> None:
 def is_context_fatal(error: BaseException) -> bool:
     """Whether the process has lost its GPU with this error: every later call to CUDA fails as well.
 
-    Running out of memory is no such error, whether PyTorch's allocator or the driver says it.
+    Running out of memory is no such error.
     """
-    return isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != OUT_OF_MEMORY
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device has no memory left, said by PyTorch's allocator, the driver, Triton or cuBLAS.
+
+    Triton's OutOfResources is another matter: a kernel wants more shared memory than there is for any batch.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) == OUT_OF_MEMORY
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    )

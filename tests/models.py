@@ -85,3 +85,10 @@ def saved(model: PreTrainedModel, folder: Path) -> str:
     """Save a model; returns the folder."""
     model.save_pretrained(folder)
     return str(folder)
+
+
+def no_memory_of_the_driver() -> torch.AcceleratorError:
+    """What PyTorch raises when the driver, not its own allocator, is out of memory."""
+    error = torch.AcceleratorError("CUDA error: out of memory")
+    error.error_code = 2
+    return error

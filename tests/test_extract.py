@@ -21,7 +21,14 @@ from layertap.spec import ExtractionSpec
 from layertap.staging import Slot
 from layertap.store import Store, checksum, crc64nvme
 from layertap.target import Target
-from tests.models import DEVICE, VOCAB_SIZE, constants, tiny_hybrid, tiny_llama
+from tests.models import (
+    DEVICE,
+    VOCAB_SIZE,
+    constants,
+    no_memory_of_the_driver,
+    tiny_hybrid,
+    tiny_llama,
+)
 
 BATCHES = [[30, 29, 17, 17, 2], [5, 5, 4], [64], [9, 1]]
 BUILDERS = {"llama": tiny_llama, "hybrid": tiny_hybrid}
@@ -269,23 +276,40 @@ class Tapper:
         return self._target.tap(ids_BT)
 
 
-def out_of_memory(when):
+ALLOCATOR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+OUT_OF_MEMORY = [
+    ALLOCATOR,
+    no_memory_of_the_driver(),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+def out_of_memory(when, error=ALLOCATOR):
     def before(ids_BT):
         if when(ids_BT):
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            raise error
 
     return before
 
 
-def test_out_of_memory_once_changes_no_byte(store):
-    rows = rows_of(BATCHES)
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
+@pytest.mark.parametrize(("batches", "num_splits"), [(BATCHES, 1), ([[64], *BATCHES], 0)])
+def test_out_of_memory_once_changes_no_byte(store, error, batches, num_splits):
+    rows = rows_of(batches)
     whole = extract(target_of(constants), store, rows, prefix="whole")
     once = iter([True])
-    tapper = Tapper(target_of(constants), out_of_memory(lambda _: next(once, False)))
+    tapper = Tapper(target_of(constants), out_of_memory(lambda _: next(once, False), error))
     split = extract(tapper, store, rows)
-    assert (whole.num_splits, split.num_splits) == (0, 1)
+    assert (whole.num_splits, split.num_splits) == (0, num_splits)
     assert [file["checksum"] for file in split.files] == [file["checksum"] for file in whole.files]
     assert split.index == whole.index
+
+
+def test_other_errors_split_no_batch(store):
+    tapper = Tapper(target_of(constants), out_of_memory(lambda _: True, RuntimeError("mat1 and mat2")))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        extract(tapper, store, rows_of(BATCHES))
 
 
 def test_batches_are_split_until_they_fit(store):

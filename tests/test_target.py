@@ -16,10 +16,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHea
 
 import layertap.target
 from layertap.errors import SelfCheckError, SpecError, TargetError
-from layertap.kernels import is_context_fatal
+from layertap.kernels import is_context_fatal, is_out_of_memory
 from layertap.spec import ExtractionSpec
 from layertap.target import Target, compare_canary, drafter_layer_ids, inspect_target
-from tests.models import DEVICE, VOCAB_SIZE, constants, saved, tiny_hybrid, tiny_llama
+from tests.models import (
+    DEVICE,
+    VOCAB_SIZE,
+    constants,
+    no_memory_of_the_driver,
+    saved,
+    tiny_hybrid,
+    tiny_llama,
+)
 
 BUILDERS = {"llama": tiny_llama, "hybrid": tiny_hybrid}
 IDENTITY = "folder:0"
@@ -584,11 +592,20 @@ def test_the_environment_names_versions_device_and_kernels():
 
 
 def test_only_an_error_of_the_accelerator_itself_costs_the_process_its_gpu():
-    driver_memory = torch.AcceleratorError("CUDA error: out of memory")
-    driver_memory.error_code = 2
-    assert is_context_fatal(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
-    for error in (driver_memory, torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error")):
-        assert not is_context_fatal(error)
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    assert is_context_fatal(lost) and not is_out_of_memory(lost)
+    for error in (no_memory_of_the_driver(), torch.OutOfMemoryError("CUDA out of memory")):
+        assert is_out_of_memory(error) and not is_context_fatal(error)
+    assert not is_context_fatal(RuntimeError("CUDA error"))
+
+
+def test_a_kernel_that_wants_too_much_shared_memory_is_not_out_of_memory():
+    class OutOfResources(Exception):
+        """As Triton's, which isn't there without a GPU."""
+
+    for kind in (OutOfResources, RuntimeError):
+        said = "out of resource: shared memory, Required: 262144, Hardware limit: 232448"
+        assert not is_out_of_memory(kind(said))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
