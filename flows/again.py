@@ -1,5 +1,6 @@
 """Runs that take up what an earlier one was asked to do: finish it, or do it on what its dataset became."""
 
+import shlex
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from layertap.dataset import TokenDataset
 from layertap.dataset_files import FileState
 from layertap.errors import DatasetError
 from layertap.run_records import RunRecords
-from layertap.versions import Versions
+from layertap.versions import Version, Versions
 from tasks.storage import dataset_files, local_dataset, open_store
 
 POLL_S = 5.0
@@ -37,23 +38,26 @@ def reextract_when_changed(reextraction: Reextraction) -> State[Any]:
 
     It looks at the dataset, not at what woke it: an event or a schedule that comes twice, late or not at all
     costs nothing. It goes on until the dataset is what it has just extracted. While another run looks after
-    the root it waits to look once more; if one waits already, it is Skipped.
+    the root it waits to look once more; if one waits already, it is Skipped. Rows that a GPU had no memory
+    for are none of its business: they may never fit, and it may come every hour.
     """
     if not wait_for_turn(reextraction):
         return Completed(name="Skipped", message="a run that waits for its turn will look at the dataset")
     extraction = _last(reextraction)
     if reextraction.dataset:
         extraction = extraction.model_copy(update={"dataset": reextraction.dataset})
-    end: State[Any] = Completed(name="Skipped", message="the dataset has not changed")
-    while not end.is_cancelled() and _has_changed(extraction):
+    end: State[Any] | None = None
+    while (version := _up_to_date(extraction)) is None:
         seen = _wait_until_still(extraction, reextraction.still_s)
         try:
             end = extract_to_end(extraction)
+            if end.is_cancelled():
+                return end
         except DatasetError as error:
             if _files(extraction) == seen:
                 raise
             get_run_logger().warning("the dataset changed meanwhile, starting over: %s", error)
-    return end
+    return end or _skipped(extraction, version)
 
 
 def _last(again: Again) -> Extraction:
@@ -70,19 +74,30 @@ def _last(again: Again) -> Extraction:
     return Extraction.model_validate({**asked, **changed})
 
 
-def _has_changed(extraction: Extraction) -> bool:
-    """Whether the newest version isn't complete or is of another dataset, or this one can't be read now."""
+def _up_to_date(extraction: Extraction) -> Version | None:
+    """The newest version, if it is complete and of the dataset as it can be read now."""
     newest = Versions(open_store(extraction.storage, extraction.root)).latest(complete=False)
     if newest is None or not newest.complete:
-        return True
+        return None
     settings = extraction.settings()
     try:
         path = local_dataset(extraction.storage, settings.dataset)
         dataset = TokenDataset.open(path, split=settings.split, columns=settings.columns)
-        return dataset.fingerprint != newest.dataset_fingerprint
+        return newest if dataset.fingerprint == newest.dataset_fingerprint else None
     except DatasetError as error:  # if its writer is through, extracting it says the same
         get_run_logger().info("the dataset can't be read: %s", error)
-        return True
+        return None
+
+
+def _skipped(extraction: Extraction, version: Version) -> State[Any]:
+    message = "the dataset has not changed"
+    if version.num_without_memory:
+        uri = open_store(extraction.storage, extraction.root).uri
+        message += (
+            f"; {version.num_without_memory:,} rows of version {version.number} were refused because a GPU "
+            f"had no memory for them: `layertap retry {shlex.quote(uri)}` tries them again"
+        )
+    return Completed(name="Skipped", message=message)
 
 
 def _files(extraction: Extraction) -> tuple[FileState, ...]:

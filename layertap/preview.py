@@ -1,5 +1,6 @@
 """What a run is asked to do, and its plan before anything is written: checked, and told to a person."""
 
+import shlex
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -57,6 +58,22 @@ class RunSettings:
     check_space: bool = True
     """Whether a folder must have room for all that is to be stored before anything is."""
 
+    def plan_command(self) -> str:
+        """The command that checks the same rows in the same way."""
+        options = {
+            "target": self.target,
+            "revision": self.revision,
+            "layers": ",".join(map(str, self.layer_ids)),
+            "max-length": self.max_length,
+            "too-long": self.too_long,
+            "split": self.split,
+            "input-ids-column": self.columns.input_ids,
+            "loss-mask-column": self.columns.loss_mask,
+            "id-column": self.columns.row_id,
+        }
+        named = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        return shlex.join(["layertap", "plan", self.dataset, *named])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
@@ -88,7 +105,11 @@ class Preview:
             vocab_size=info.vocab_size, max_length=spec.max_length, too_long=settings.too_long
         )
         with found.noted():
-            check_refused(scan.refused, dataset.num_rows, settings.max_refused_share)
+            way_out = (
+                "Mend the dataset, or raise max_refused_share. "
+                f"`{settings.plan_command()}` shows more of them."
+            )
+            check_refused(scan.refused, dataset.num_rows, settings.max_refused_share, way_out)
         with found.noted():
             info.check_length(int(scan.num_tokens.max()))
         found.check()

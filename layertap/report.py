@@ -1,8 +1,10 @@
 """What came of a run, for a person and for the exit code."""
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import islice
 
 import pyarrow.parquet as pq
 
@@ -15,20 +17,31 @@ from layertap.versions import Version, Versions
 MAX_TABLE_ROWS = 100
 """Rows of a table that a person looks at; the worst come first, the rest is counted."""
 
+MAX_ROWS_IN_ERROR = 5
+"""Missing rows that an error names."""
 
-def check_refused(refused: Mapping[int, str], num_rows: int, max_share: float) -> None:
+
+def check_refused(refused: Mapping[int, str], num_rows: int, max_share: float, way_out: str) -> None:
     """Refuse a dataset with more unfit rows than the policy allows.
 
+    Args:
+        refused: row of the dataset -> why, with or without the row's number in front.
+        num_rows: rows of the dataset.
+        max_share: share of them that may be refused.
+        way_out: what to do, and what shows more of the rows; sentences.
+
     Raises:
-        TooManyRefusedError: with the first few reasons and the way out.
+        TooManyRefusedError: with the first few rows, their reasons and the way out.
     """
     if len(refused) <= max_share * num_rows:
         return
-    first = "".join(f"\n  {reason}" for reason in list(refused.values())[:5])
+    first = "".join(
+        f"\n  row {row}: {reason.removeprefix(f'row {row}: ')}"
+        for row, reason in islice(refused.items(), MAX_ROWS_IN_ERROR)
+    )
     raise TooManyRefusedError(
         f"{len(refused):,} of {num_rows:,} rows are refused, above the allowed share of {max_share:.2%}. "
-        "Mend the dataset, or raise max_refused_share. `layertap plan` with this dataset and target, or "
-        f"`layertap inspect ROOT --version N` once a version is there, shows more of them than these:{first}"
+        f"{way_out} The first of them:{first}"
     )
 
 
@@ -108,7 +121,30 @@ class Report:
                 "rows are missing, not all of them refused. Start the same run again: only what is missing "
                 "is computed"
             )
-        check_refused(self.missing, self.num_rows, max_refused_share)
+        check_refused(self.missing, self.num_rows, max_refused_share, self._way_out())
+
+    def _way_out(self) -> str:
+        """What to do about missing rows, and what shows them."""
+        is_dataset = len(self.missing) > (self.version.num_without_memory or 0)
+        ways = [
+            self._about_memory(),
+            "Mend the dataset, or raise max_refused_share." if is_dataset else "Or raise max_refused_share.",
+            f"{self._look()} shows more of them, {self.uri}/{self.missing_rows} holds all.",
+        ]
+        return " ".join(filter(None, ways))
+
+    def _about_memory(self) -> str:
+        """What helps rows that a GPU had no memory for; empty if there are none."""
+        if not self.version.num_without_memory:
+            return ""
+        return (
+            f"For {self.version.num_without_memory:,} of them a GPU had no memory, and the next run tries "
+            "them again: start it where a GPU has more, or in a root of its own with a smaller max_length."
+        )
+
+    def _look(self) -> str:
+        """The command that shows the missing rows."""
+        return f"`layertap inspect {shlex.quote(self.uri)} --version {self.version.number}`"
 
     def _retry(self) -> str:
         """What to do about shards that failed, unless each of them says it."""
@@ -145,7 +181,7 @@ class Report:
         if self.missing:
             lines += ["", *_table(("row", "why it is missing"), self.missing)]
             lines += ["", f"All {len(self.missing):,}, with their ids: {self.uri}/{self.missing_rows}."]
-            lines += [f"To look at them: `layertap inspect {self.uri} --version {version.number}`."]
+            lines += [f"To look at them: {self._look()}. {self._about_memory()}".rstrip()]
         return "\n".join(lines)
 
 

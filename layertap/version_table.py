@@ -52,6 +52,9 @@ class Places:
     offset: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     crc64nvme: NDArray[np.uint64]
+    is_final: NDArray[np.bool_]
+    """False where a device had no memory for the row: the next run tries it again."""
+
     files: tuple[str, ...]
     reasons: dict[int, str]
     content: str
@@ -61,7 +64,7 @@ class Places:
         """The places of the dataset's rows among what the store holds."""
         at = settled.find(scan.keys)
         arrays: dict[str, NDArray[Any]] = {}
-        for name in ("file", "offset", "nbytes", "crc64nvme"):
+        for name in ("file", "offset", "nbytes", "crc64nvme", "is_final"):
             values = getattr(settled, name)
             arrays[name] = np.append(values, np.array(-1).astype(values.dtype))[at]
         reasons = {

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 RECORD = re.compile(r"versions/([1-9][0-9]*)\.json")
 
-ADDED_FIELDS = ("num_supervised", "num_rows_below_block", "block_tokens")
+ADDED_FIELDS = ("num_supervised", "num_rows_below_block", "block_tokens", "num_without_memory")
 """Fields of a version that an older layertap didn't write."""
 
 
@@ -57,7 +57,7 @@ class Version:
     """The version before it."""
 
     complete: bool
-    """Whether every row is stored or was refused."""
+    """Whether every row is stored or was refused, be it for good or because a GPU had no memory for it."""
 
     dataset_fingerprint: str
     spec_fingerprint: str
@@ -90,6 +90,9 @@ class Version:
 
     block_tokens: int | None = None
     """Tokens of a drafter's block."""
+
+    num_without_memory: int | None = None
+    """Rows refused because a GPU had no memory for them: the next run tries them again, no schedule does."""
 
     format_version: str = FORMAT_VERSION
 
@@ -275,6 +278,7 @@ class Versions:
             num_supervised=int(scan.num_supervised[is_stored].sum(dtype=np.int64)),
             num_rows_below_block=int(np.count_nonzero(scan.has_few_supervised[is_stored])),
             block_tokens=BLOCK_TOKENS,
+            num_without_memory=int(np.count_nonzero(~places.is_final)),
             content=places.content,
             rows={"path": path, "size": len(data), "checksum": checksum(data)},
             provenance=dataset.provenance,

@@ -12,10 +12,12 @@ from flows import again
 from flows.parameters import Extraction, Reextraction, Retry
 from layertap.coordinator import Run
 from layertap.dataset import TokenDataset
+from layertap.records import MEMORY
 from layertap.run_records import RunRecord, RunRecords
 from layertap.store import Store
 from tests.models import saved, tiny_llama
 from tests.runs import run_lane, save_rows, settings_for, some_rows
+from tests.stored import extract
 
 ASKED: dict[str, Any] = {"target": "org/model", "layer_ids": [1], "root": "a", "storage": "s3-bucket/old"}
 
@@ -75,6 +77,31 @@ def test_a_dataset_that_is_being_written_when_it_is_looked_at_is_waited_for(
 
     monkeypatch.setattr(again, "extract_to_end", extract)
     assert again.reextract_when_changed.fn(Reextraction(root="a", still_s=1)).message == "20 rows"
+
+
+def test_rows_without_memory_start_no_run_but_are_told_of_until_they_are_stored(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = save_rows(some_rows(20), tmp_path / "rows")
+    settings = settings_for(dataset, saved(tiny_llama(), tmp_path / "target"))
+    request = Extraction.model_validate({**ASKED, "dataset": dataset}).model_dump()
+    monkeypatch.setattr(again, "extract_to_end", lambda _: pytest.fail("a run was started"))
+
+    def told_after_a_run(num_refused: int) -> str | None:
+        run = Run.prepare(folder_store, settings, request=request)
+        assert run.plan is not None
+        refused = [key.tobytes() for key in run.catalog.shard_rows(run.plan.plan_id, 0).keys[:num_refused]]
+        extract(run.catalog, run.plan, refused=refused, fault=MEMORY)
+        run.publish()
+        end = again.reextract_when_changed.fn(Reextraction(root="a"))
+        assert end.name == "Skipped"
+        return end.message
+
+    assert told_after_a_run(num_refused=2) == (
+        "the dataset has not changed; 2 rows of version 1 were refused because a GPU had no memory for them: "
+        f"`layertap retry {folder_store.uri}` tries them again"
+    )
+    assert told_after_a_run(num_refused=0) == "the dataset has not changed"
 
 
 def test_a_run_that_another_one_looks_for_is_skipped(

@@ -592,12 +592,14 @@ def test_a_row_without_memory_is_named_and_planned_again_and_a_bad_one_is_not(
     dataset, scan = dataset_of(some_rows(20), tmp_path / "rows.parquet")
     version = publish(catalog, dataset, scan)
     assert sorted(Versions(catalog.store).missing(version).values()) == sorted(REASONS.values())
+    assert (version.complete, version.num_without_memory) == (True, 1)
     again = plan_for(dataset, scan, catalog)
     assert again.num_rows == 1
     assert catalog.shard_rows(again.plan_id, 0).keys[0].tobytes() == large
     extract(catalog, again, refused=[large])  # now it is found to be bad: for good
     assert set(catalog.settled().reasons.values()) == {REASONS[DATA]}
     assert len(catalog.settled().final_keys) == 20
+    assert publish(catalog, dataset, scan, parent=1).num_without_memory == 0
 
 
 def test_a_withdrawn_shard_settles_nothing(folder_plan: tuple[Catalog, PlanRecord]) -> None:

@@ -1,12 +1,15 @@
 """A run from its plan to its version, on a real store with a real small target, without a scheduler."""
 
 import re
+import shlex
 import shutil
 import time
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
@@ -25,12 +28,14 @@ from layertap.errors import (
 )
 from layertap.plan import PlanSettings
 from layertap.preview import Preview
+from layertap.records import DATA, MEMORY
 from layertap.run_records import RunRecords
 from layertap.shard_state import ShardState
 from layertap.store import Store
 from layertap.versions import Versions
 from tests.models import saved, tiny_llama
 from tests.runs import assert_read_back, run_lane, save_rows, settings_for, some_rows
+from tests.stored import REASONS, extract
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +244,10 @@ def test_bad_rows_within_the_policy_are_named_and_beyond_it_refused_before_any_w
     rows = some_rows(30)
     rows[4] = {**rows[4], "input_ids": [1, 512, 3], "loss_mask": [0, 1, 1]}
     dataset = save_rows(rows, tmp_path / "rows")
-    with pytest.raises(
-        TooManyRefusedError, match=r"1 of 30 rows are refused, above .* 1\.00%.*(?s:.)*row 4.*512"
-    ):
+    beyond = r"1 of 30 rows are refused, above .* 1\.00%. Mend .*\n  row 4: [^\n]*512"
+    with pytest.raises(TooManyRefusedError, match=beyond) as told:
         Run.prepare(folder_store, settings_for(dataset, target))
+    assert re.search(r"refused: row 4: .*512", output_of_command_in(str(told.value)))
     assert not folder_store.list("plans")
 
     run = Run.prepare(folder_store, settings_for(dataset, target, max_refused_share=0.1))
@@ -252,9 +257,42 @@ def test_bad_rows_within_the_policy_are_named_and_beyond_it_refused_before_any_w
     assert list(report.missing) == [4] and "512" in report.missing[4]
     assert report.version.complete
     assert Versions(folder_store).missing(report.version) == report.missing
-    (command,) = re.findall(r"To look at them: `layertap (.*)`", report.markdown())
-    shown = CliRunner().invoke(main, command.split())
-    assert re.search(r"row 4 .*512", shown.output)
+    (line,) = re.findall(r"To look at them: .*", report.markdown())
+    assert re.search(r"row 4 .*512", output_of_command_in(line))
+
+
+def output_of_command_in(text: str) -> str:
+    """What the one command shows that a text gives."""
+    (command,) = re.findall(r"`layertap (.*?)`", text)
+    return CliRunner().invoke(main, shlex.split(command), catch_exceptions=False).output
+
+
+@pytest.mark.parametrize(
+    ("fault", "ways"),
+    [
+        (DATA, r"Mend the dataset, or raise max_refused_share\."),
+        (
+            MEMORY,
+            r"For 2 of them .* tries them again: start it where a GPU has more, .* Or raise max_ref\w+\.",
+        ),
+    ],
+)
+def test_rows_refused_while_extracting_are_named_with_what_helps_them_and_shows_them(
+    fault: str, ways: str, tmp_path: Path, target: str
+) -> None:
+    store = Store.folder(tmp_path / "my root")
+    run = Run.prepare(store, settings_for(save_rows(some_rows(40), tmp_path / "rows"), target))
+    assert run.plan is not None
+    keys = [run.catalog.shard_rows(run.plan.plan_id, k).keys[0].tobytes() for k in (0, 1)]
+    extract(run.catalog, run.plan, refused=keys, fault=fault)
+    report = run.publish()
+    first, second = sorted(row for row, key in enumerate(run.preview.scan.keys) if key.tobytes() in keys)
+    named = rf"\n  row {first}: {REASONS[fault]}\n  row {second}: {REASONS[fault]}$"
+    with pytest.raises(TooManyRefusedError, match=rf"share of 1\.00%\. {ways} `.*{named}") as told:
+        report.check(0.01)
+    assert re.search(rf"row {second} .*{REASONS[fault]}", output_of_command_in(str(told.value)))
+    (path,) = re.findall(rf"{re.escape(store.uri)}/(\S+) holds all", str(told.value))
+    assert pq.read_table(BytesIO(store.get(path)))["index"].to_pylist() == [first, second]
 
 
 def test_a_folder_without_room_is_refused_before_any_work(

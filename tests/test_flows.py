@@ -188,7 +188,7 @@ def test_every_coordinator_that_was_told_to_stop_ends_as_cancelled(monkeypatch: 
     form = Extraction.model_validate(FORM)
     monkeypatch.setattr(extract_flow, "extract", stopped)
     monkeypatch.setattr(again, "_last", lambda _: form)
-    monkeypatch.setattr(again, "_has_changed", lambda _: True)
+    monkeypatch.setattr(again, "_up_to_date", lambda _: None)
     monkeypatch.setattr(again, "wait_for_turn", lambda _: True)
     monkeypatch.setattr(again, "_wait_until_still", lambda *_: ())
     ends = [
