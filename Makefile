@@ -73,7 +73,7 @@ bench: $(READY)  ## ratios of writing, the engine, planning, reading and, on a G
 soak: $(READY)  ## runs through a failing network whose lanes are killed at random, some of them under Prefect; an hour
 	$(BIN)/python -m tests.soak
 	$(BIN)/python -m tests.soak --slow
-	$(BIN)/python -m tests.soak --workers --runs 3
+	$(BIN)/python -m tests.soak --workers
 
 clean:  ## end the demo's stack, and remove all that was made here
 	if [ -x $(BIN)/layertap ] && [ -d .layertap ]; then $(BIN)/layertap down --state .layertap; fi

@@ -29,6 +29,7 @@ import psutil
 import layertap.lane
 import layertap.watch
 from layertap import HiddenStates
+from layertap.catalog import Catalog
 from layertap.coordinator import Run
 from layertap.garbage import find_garbage
 from layertap.lane import Lane
@@ -152,6 +153,7 @@ class Soak:
         """Everything promised, seen without the proxy."""
         attempts = {info.path.rsplit("/", 1)[0] for info in store.list("plans") if "/data/" in info.path}
         assert not (late := claims_of_ended_shards(store)), late
+        assert rows_of_outcomes(store) == len(rows), "a row was computed twice, under two plans"
         verify_root(store, num_rows=None).check()
         read = HiddenStates(store)
         assert [read[i]["row"] for i in range(len(read))] == list(range(len(rows)))
@@ -177,6 +179,13 @@ def claims_of_ended_shards(store: Store) -> list[str]:
         if claimed_at > outcome.modified_at:
             late.append(path)
     return late
+
+
+def rows_of_outcomes(store: Store) -> int:
+    """Rows stored or refused by the outcomes of all plans; more than there are if plans overlap."""
+    catalog = Catalog(store)
+    outcomes = [catalog.outcome(plan, k) for plan in catalog.plans() for k in catalog.committed(plan)]
+    return sum(outcome.num_rows + len(outcome.refused) for outcome in outcomes)
 
 
 def main() -> None:

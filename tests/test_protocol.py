@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from layertap.catalog import Catalog, Claim, Outcome, PlanRecord
+from layertap.catalog import HAS_ENDED, Catalog, Claim, Outcome, PlanRecord
 from layertap.errors import CatalogError, ClaimLostError, IntegrityError
 from layertap.garbage import find_garbage, old_versions
 from layertap.plan import PlanSettings, make_plan
@@ -34,7 +34,7 @@ from layertap.resume import take_up
 from layertap.shard_state import ShardState
 from layertap.store import Buffer, Store
 from layertap.versions import Versions
-from layertap.watcher import Watcher
+from layertap.watcher import BEATS_TO_STALE, Watcher
 from tests.actors import Actor
 from tests.stored import dataset_of, new_catalog, plan_for, publish, some_rows, tokens_of, write_attempt
 
@@ -64,12 +64,15 @@ class Protocol(RuleBasedStateMachine):
     store_type: type[Store] = Store
 
     @initialize(
-        shard_tokens=st.sampled_from([100, 1000]),
+        shard_tokens=st.sampled_from([100, 150, 1000]),
         num_stored=st.integers(0, 2),
         published=st.sampled_from([0, HAS_READ, TO_THE_END]),
     )
     def start(self, shard_tokens: int, num_stored: int, published: int) -> None:
-        """Some shards are stored already, and perhaps published, or about to be."""
+        """Some shards are stored already, and perhaps published, or about to be.
+
+        With 150 tokens a shard the plan is one that later runs go on with.
+        """
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         self.now_s = 0.0
         self.attempts = 0
@@ -161,7 +164,19 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self._at_work())
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self._at_work()))
+        self._fail(data.draw(st.sampled_from(self._at_work())))
+
+    @precondition(lambda self: not self._at_work())
+    @rule(shard=st.integers(0, 5))
+    def fail_on_both_lanes(self, shard: int) -> None:
+        """No lane takes the shard any more, until the run is started again."""
+        for name, lane in self.lanes.items():
+            status = lane.watcher.poll().get(shard)
+            if status and status.state in CLAIMABLE:
+                self._claim_and_write(lane, name, shard, has_memory=True)
+                self._fail(name)
+
+    def _fail(self, name: str) -> None:
         lane = self.lanes[name]
         assert lane.claim is not None
         self.catalog.fail(lane.claim, {"error": "made up"})
@@ -286,6 +301,7 @@ class Protocol(RuleBasedStateMachine):
             if len(self.catalog.settled().final_keys) == NUM_ROWS:
                 break
             self._finish()
+        self.what_counts_is_whole_and_there_once()
         version = publish(
             self.catalog, self.dataset, self.scan, parent=Versions(self.catalog.store).newest_number()
         )
@@ -293,9 +309,16 @@ class Protocol(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def _finish(self) -> None:
-        for shard in self.catalog.without_outcome(self.plan.plan_id):
-            number = Watcher(self.catalog, self.plan.plan_id).poll()[shard].claim + 1
-            claim = self.catalog.claim(self.plan.plan_id, shard, number, lane="last", details={})
+        """A lane takes every shard that has no outcome, once who held some has been silent for long."""
+        watcher = self._lane().watcher
+        for _ in range(BEATS_TO_STALE):
+            watcher.poll()
+            self.now_s += 10
+        for shard, status in watcher.poll().items():
+            if status.state in HAS_ENDED:
+                continue
+            assert status.state in CLAIMABLE, f"shard {shard} is {status.state}: no lane will ever take it"
+            claim = self.catalog.claim(self.plan.plan_id, shard, status.claim + 1, lane="last", details={})
             assert claim is not None
             self.attempts += 1
             self.catalog.commit(claim, write_attempt(self.catalog, claim, attempt=f"{self.attempts:04d}"))
@@ -333,6 +356,14 @@ LOOKING = settings(
 def test_the_model_finds_commits_that_are_not_create_once() -> None:
     with pytest.raises(AssertionError, match="two lanes committed one shard"):
         run_state_machine_as_test(TwoOutcomes, settings=LOOKING)
+
+
+@pytest.mark.timeout(300)
+def test_the_model_finds_shards_that_no_lane_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their failures aren't forgotten when the run is started again."""
+    monkeypatch.setattr(Catalog, "retry", lambda self, *place: None)
+    with pytest.raises(AssertionError, match="shard . is failed: no lane will ever take it"):
+        run_state_machine_as_test(Protocol, settings=LOOKING)
 
 
 @pytest.mark.timeout(300)
