@@ -17,6 +17,7 @@ from layertap.errors import StoppedError, StoreError, is_store_wide
 from layertap.failures import forget_failures
 from layertap.lane import Lane
 from layertap.lane_work import IN_FLIGHT, LaneReport, work_through
+from tasks.results import ShardResults
 from tasks.shards import SERVER_ERRORS, submit_shard
 from tasks.speed import LaneBoard
 from tasks.storage import load_block, store_in
@@ -81,11 +82,11 @@ def extraction_lane(
 
 
 def _work(lane: Lane, block: WritableFileSystem, root: str) -> State[Any]:
-    board = LaneBoard()
+    board, results = LaneBoard(), ShardResults.of(block, lane.catalog.store, root)
 
     def submit(claim: Claim) -> PrefectFuture[Any]:
         board.show(lane.record)
-        return submit_shard(lane, claim, storage=block, root=root)
+        return submit_shard(lane, claim, storage=results, root=root)
 
     with lane:
         report = work_through(lane, submit, no_fault=SERVER_ERRORS)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from obstore.exceptions import BaseError
 
 from layertap.errors import StoreError
-from layertap.store_errors import CONFLICT_CODES, EXPIRED_CODES, UNEXPLAINED
+from layertap.store_errors import CONFLICT_CODES, EXPIRED, OF_CREDENTIALS
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
@@ -85,7 +85,7 @@ def patiently(
     Args:
         operation: what is done.
         at_most: no try begins later than this.
-        renew: called before the next try where the credentials have expired; and once where they may have.
+        renew: called before the next try where the credentials have expired; and once where others may help.
         given_up: once it is set, what fails is tried no more.
     """
     deadline, unasked = time.monotonic() + at_most.total_seconds(), True
@@ -94,8 +94,8 @@ def patiently(
         try:
             return operation()
         except (BaseError, FileNotFoundError, StoreError) as error:
-            expired = any(f"{code}<" in str(error) or f"[{code}]" in str(error) for code in EXPIRED_CODES)
-            may_be = unasked and UNEXPLAINED.search(str(error)) is not None
+            expired = EXPIRED.search(str(error)) is not None
+            may_be = unasked and OF_CREDENTIALS.search(str(error)) is not None
             passes = type(error) is StoreError or PASSES.search(str(error)) is not None
             if not (expired or may_be or passes) or time.monotonic() > deadline:
                 raise

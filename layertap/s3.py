@@ -4,8 +4,9 @@ import logging
 import os
 import re
 import threading
+import time
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -35,6 +36,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 CREDENTIALS_TTL = timedelta(minutes=10)
 """Credentials are asked for again this often; botocore renews them while they have ten minutes left."""
+
+RENEW_S = 10.0
+"""Credentials are read anew no more often: each thread whose request is refused asks for it."""
 
 CONNECT_S = 5
 ANSWER_S = 10
@@ -113,31 +117,63 @@ class S3Settings:
 class Bucket:
     """A bucket and the session that opens it; pickled without secrets.
 
+    Args:
+        settings: where it is.
+        session: its credentials.
+        reload: makes a session with the credentials of then, where others keep and replace them.
+
     Raises:
         StoreRefusedError: the session has no credentials.
     """
 
-    def __init__(self, settings: S3Settings, session: "boto3.Session") -> None:
-        if session.get_credentials() is None:
-            raise StoreRefusedError(
-                f"no credentials for {settings.uri}: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or give a boto3 session that has some"
-            )
+    def __init__(
+        self,
+        settings: S3Settings,
+        session: "boto3.Session",
+        reload: "Callable[[], boto3.Session] | None" = None,
+    ) -> None:
         self.settings = settings
-        self.session = session
+        self.session = self._with_credentials(session)
+        self._reload = reload or self._read_file_again
+        self._renewed_at = -RENEW_S
         self._clients: dict[tuple[int, int], Any] = {}
         self._locks: dict[int, threading.Lock] = {}
         self._tells_sizes_alone = False
 
-    def renew(self) -> None:
-        """Read a file of credentials again: others may write new keys, and a session reads it once."""
-        credentials: Any = self.session.get_credentials()
-        if credentials.method in ("shared-credentials-file", "config-file"):
-            import boto3
+    def _with_credentials(self, session: "boto3.Session") -> "boto3.Session":
+        if session.get_credentials() is None:
+            raise StoreRefusedError(
+                f"no credentials for {self.settings.uri}: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or give a boto3 session that has some"
+            )
+        return session
 
-            profile, region = self.session._session.profile, self.session.region_name
-            self.session = boto3.Session(profile_name=profile, region_name=region)
+    def renew(self) -> None:
+        """Get credentials anew, for others may have replaced them; if there are none, the old ones stay."""
+        with self._lock:
+            if time.monotonic() - self._renewed_at < RENEW_S:
+                return
+            self._renewed_at = time.monotonic()
+            try:
+                self.session = self._with_credentials(self._reload())
+            except Exception as error:  # whatever it is, the old ones are no worse for it
+                log.warning("the credentials of %s can't be loaded anew: %s", self, error)
             self._clients.clear()
+
+    def _read_file_again(self) -> "boto3.Session":
+        """A session reads a file of credentials once."""
+        credentials: Any = self.session.get_credentials()
+        if credentials.method not in ("shared-credentials-file", "config-file"):
+            return self.session
+        import boto3
+
+        profile, region = self.session._session.profile, self.session.region_name
+        return boto3.Session(profile_name=profile, region_name=region)
+
+    @property
+    def _lock(self) -> threading.Lock:
+        """This process's own: one that was held at a fork stays so."""
+        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     @property
     def _region(self) -> str:
@@ -217,8 +253,7 @@ class Bucket:
         style: Any = {"addressing_style": "path" if settings.path_style else "virtual"}
         timeouts: Any = {"connect_timeout": CONNECT_S, "read_timeout": ANSWER_S}
         retries: Any = {"mode": "standard", "total_max_attempts": max_tries}
-        # a session can't make two clients at once, and a lock that was held at a fork stays so
-        with self._locks.setdefault(pid, threading.Lock()):
+        with self._lock:  # a session can't make two clients at once
             if (pid, max_tries) not in self._clients:
                 self._clients[pid, max_tries] = self.session.client(
                     "s3",

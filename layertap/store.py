@@ -102,15 +102,26 @@ class Store:
         return cls(Path(path).expanduser().resolve())
 
     @classmethod
-    def s3(cls, settings: S3Settings, session: "boto3.Session | None" = None) -> "Store":
+    def s3(
+        cls,
+        settings: S3Settings,
+        session: "boto3.Session | None" = None,
+        reload: "Callable[[], boto3.Session] | None" = None,
+    ) -> "Store":
         """A root in a bucket. Credentials come from the session, by default boto3's own, and are renewed.
+
+        Args:
+            settings: where the root is.
+            session: its credentials.
+            reload: makes a session with the credentials of then, once the store takes the old ones no more;
+                by default a file of credentials is read again.
 
         Raises:
             StoreRefusedError: the session has no credentials.
         """
         import boto3
 
-        return cls(Bucket(settings, session or boto3.Session()))
+        return cls(Bucket(settings, session or boto3.Session(), reload))
 
     @classmethod
     def open(cls, uri: str | Path) -> "Store":

@@ -20,12 +20,18 @@ from layertap.errors import (
 )
 
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "RequestExpired"}
+EXPIRED = re.compile(rf"[>(\[](?:{'|'.join(EXPIRED_CODES)})\b")
+"""In what obstore or boto3 says, or layertap, of the store or of who gives the credentials of a role."""
 
 CONFLICT_CODES = {"ConditionalRequestConflict", "OperationAborted"}
 """AWS's answers where others create the same object just now: whether one of them did, the next try shows."""
 
-UNEXPLAINED = re.compile(r"status code: 40[013] [\w ]+: *\n|An error occurred \(40[013]\)")
-"""A refusal without a body, as of a HEAD: it doesn't say whether the credentials have expired."""
+OF_CREDENTIALS = re.compile(
+    r"status code: 40[013] [\w ]+: *\n|An error occurred \(40[013]\)"
+    r"|[>(\[](?:InvalidAccessKeyId|InvalidClientTokenId|InvalidToken|SignatureDoesNotMatch)\b"
+)
+"""Refusals that other credentials may mend: of keys that were replaced; and those without a body, as of a
+HEAD, which don't say why."""
 
 REFUSED_CODES = {
     "403",

@@ -29,7 +29,7 @@ which Prefect would walk through and hash."""
 def submit_shard(lane: Lane, claim: Claim, *, storage: WritableFileSystem, root: str) -> PrefectFuture[Any]:
     """Extract the claim's shard in a task of its own; to be called from the lane's flow.
 
-    The block itself is passed, not its name: every task would ask the server for it, which may be away.
+    No block's name is passed: every task would ask the server for it, which may be away.
     """
     _in_hand[claim.plan_id, claim.shard, claim.number] = lane, claim
     return extract_shard.with_options(result_storage=storage).submit(

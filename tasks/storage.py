@@ -1,5 +1,6 @@
 """Roots in a Prefect storage block: `s3-bucket/NAME` or `local-file-system/NAME`."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,16 @@ def _stored_dataset(reference: str, dataset: str) -> StoredDataset | None:
 
 
 def _s3_store(block: S3Bucket, bucket: str, prefix: str) -> Store:
-    return Store.s3(s3_settings(block, bucket, prefix), boto3_session(block.credentials))
+    """With the credentials that the block has by then: whoever replaces them mends runs under way."""
+    reference = f"{block.get_block_type_slug()}/{block._block_document_name}"
+    settings = s3_settings(block, bucket, prefix)
+    return Store.s3(settings, boto3_session(block.credentials), partial(_session_of, reference))
+
+
+def _session_of(reference: str) -> "boto3.Session":
+    block = load_block(reference)
+    assert isinstance(block, S3Bucket)
+    return boto3_session(block.credentials)
 
 
 def s3_settings(block: S3Bucket, bucket: str, prefix: str) -> S3Settings:

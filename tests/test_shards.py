@@ -22,18 +22,20 @@ from layertap.progress import Clock
 from layertap.records import now
 from layertap.store import Store
 from tasks import speed
+from tasks.results import ShardResults
 from tasks.shards import extract_shard, submit_shard
 from tasks.speed import LANE, SPEED, LaneBoard, SpeedBoard
-from tasks.storage import load_block
+from tasks.storage import load_block, store_in
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 @pytest.fixture
 def storage(tmp_path: Path) -> WritableFileSystem:
-    """A storage block on a fresh folder."""
+    """Results of the root in a folder of a storage block."""
     LocalFileSystem(basepath=str(tmp_path)).save("results", overwrite=True)
-    return load_block("local-file-system/results")
+    block = load_block("local-file-system/results")
+    return ShardResults.of(block, store_in(block, "root"), "root")
 
 
 OUTCOME = Outcome(
