@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from layertap.catalog import Catalog
 from layertap.errors import IntegrityError, StoreError
+from layertap.gpu_caches import one_compiles
 from layertap.host import find_device
 from layertap.store import Buffer, Store
 from layertap.stored_rows import StoredFile, StoredRow, states_of, wrong_row
@@ -36,17 +37,21 @@ PATH_FIELDS = ("dtype", "quantization", "attention", "compiled", "kernels")
 def recompute(
     store: Store, files: list[StoredFile], report: Verification, *, target: str, revision: str | None = None
 ) -> None:
-    """Compute the files' rows again, and add to the report what came of it.
+    """Compute the files' drawn rows again, and add to the report what came of it.
+
+    Rows that compiled layers computed on such a device come last, by compiled layers.
 
     Raises:
-        TargetError: the target can't be loaded here, or isn't the one of the root.
+        TargetError: the target can't be loaded or compiled here, or isn't the one of the root.
     """
     spec = Catalog(store).root().spec
     loaded, head = Target.load_with_head(target, spec=spec, revision=revision, device=find_device())
     comparison = _Comparison(store, loaded, head, report)
-    for file in files:
-        for row in file.rows:
-            comparison.add(file, row)
+    compiled = [file for file in files if comparison.needs_compiling(file)]
+    comparison.add_all([file for file in files if file not in compiled])
+    if compiled:
+        comparison.compile(max(row.num_tokens for file in compiled for row in file.drawn))
+        comparison.add_all(compiled)
     comparison.finish()
 
 
@@ -62,6 +67,23 @@ class _Comparison:
         self._same_path: list[tuple[float, StoredFile]] = []
         self._divergences: list[tuple[float, StoredFile]] = []
         self._num_rows = 0
+
+    def needs_compiling(self, file: StoredFile) -> bool:
+        """Whether a device like this one computed the file with compiled layers."""
+        there = file.outcome.environment
+        return bool(there.get("compiled")) and _device_name(there) == _device_name(self._environment)
+
+    def compile(self, num_tokens: int) -> None:
+        """Compute from now on as lanes that compile do, rows of up to so many tokens."""
+        with one_compiles(self._target.device):
+            self._target.compile(max_batch_tokens=num_tokens)
+        self._environment = self._target.environment()
+
+    def add_all(self, files: list[StoredFile]) -> None:
+        """Compare the drawn rows."""
+        for file in files:
+            for row in file.drawn:
+                self.add(file, row)
 
     def add(self, file: StoredFile, row: StoredRow) -> None:
         """Compare one row; one that differs by more than any device does is named."""
@@ -140,5 +162,9 @@ class _Comparison:
 
 def _path(environment: dict[str, Any]) -> tuple[Any, ...]:
     """What has to be the same for the same rounding: the kind of device and the code that ran on it."""
-    name = environment.get("device", {}).get("name")
-    return (name, *(environment.get(field) for field in PATH_FIELDS))
+    return (_device_name(environment), *(environment.get(field) for field in PATH_FIELDS))
+
+
+def _device_name(environment: dict[str, Any]) -> str | None:
+    name: str | None = environment.get("device", {}).get("name")
+    return name

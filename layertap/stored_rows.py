@@ -36,22 +36,32 @@ class StoredFile:
     size: int
     checksum: str
     rows: tuple[StoredRow, ...]
-    """In the order of the file."""
+    """All of them, in the order of the file."""
+
+    drawn: tuple[StoredRow, ...]
+    """Those of them that are looked at."""
 
     outcome: Outcome
     way_out: str
 
 
-def wrong_header(data: bytes, file: StoredFile, spec: ExtractionSpec) -> str | None:
-    """What is wrong with the header of a whole file, against the rows of the index; None if nothing is."""
+def wrong_header(data: Buffer, size: int, file: StoredFile, spec: ExtractionSpec) -> str | None:
+    """What is wrong with a file's header, against the rows of the index; None if nothing is.
+
+    Args:
+        data: the file's bytes, at least those before its first row.
+        size: bytes of the whole file.
+        file: what the index knows of it.
+        spec: the root's.
+    """
     header_end = 8 + int.from_bytes(data[:8], "little")
     ends = [header_end, *(row.offset + row.nbytes for row in file.rows)]
-    if len(data) < 8 or header_end > len(data):
-        return f"the header ends at byte {header_end} of {len(data)}"
-    if ends != [*(row.offset for row in file.rows), len(data)]:
-        return f"the header ends at byte {header_end}, and rows don't fill what follows up to {len(data)}"
+    if len(data) < 8 or header_end > size:
+        return f"the header ends at byte {header_end} of {size}"
+    if ends != [*(row.offset for row in file.rows), size]:
+        return f"the header ends at byte {header_end}, and rows don't fill what follows up to {size}"
     try:
-        found = json.loads(data[8:header_end])
+        found = json.loads(bytes(data[8:header_end]))
     except ValueError as error:
         return f"the header is no JSON: {error}"
     expected = _layout(file, spec).entries()

@@ -6,7 +6,7 @@ Everything is read back from the store; nothing is written. What is found wrong 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -117,7 +117,7 @@ def verify_root(
     Args:
         store: the root.
         num_rows: how many, drawn at random; None for all. All rows are read as whole files, so that the
-            files' checksums and headers are checked too; of a sample the files' sizes and the rows are.
+            files' checksums are checked too; of a sample the files' sizes and headers and the rows are.
         target: hub id or folder of the target, to compute some of the rows again; None doesn't.
         revision: hub revision of the target.
         num_recomputed: how many rows are computed again.
@@ -144,19 +144,15 @@ def verify_root(
 
 
 def sample(files: list[StoredFile], num_rows: int, seed: int | None = None) -> list[StoredFile]:
-    """The files with `num_rows` of their rows, drawn at random; files without a drawn row are left out."""
-    ends = np.cumsum([len(file.rows) for file in files], dtype=np.int64)
+    """The files with `num_rows` of their drawn rows, at random; files without one are left out."""
+    ends = np.cumsum([len(file.drawn) for file in files], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     drawn = np.random.default_rng(seed).choice(total, min(num_rows, total), replace=False)
     by_file: dict[int, list[int]] = {}
     for k in np.sort(drawn).tolist():
         number = int(np.searchsorted(ends, k, side="right"))
         by_file.setdefault(number, []).append(k - (int(ends[number - 1]) if number else 0))
-    return [_with_rows(files[n], tuple(files[n].rows[i] for i in rows)) for n, rows in by_file.items()]
-
-
-def _with_rows(file: StoredFile, rows: tuple[StoredRow, ...]) -> StoredFile:
-    return StoredFile(**{**vars(file), "rows": rows})
+    return [replace(files[n], drawn=tuple(files[n].drawn[i] for i in rows)) for n, rows in by_file.items()]
 
 
 class _Verifier:
@@ -226,7 +222,8 @@ class _Verifier:
                 path=f"{prefix}/{file['name']}",
                 size=file["size"],
                 checksum=file["checksum"],
-                rows=tuple(rows.get(file["name"], ())),
+                rows=rows.get(file["name"], ()),
+                drawn=rows.get(file["name"], ()),
                 outcome=outcome,
                 way_out=way,
             )
@@ -297,8 +294,8 @@ class _Verifier:
         self._check(file, self._wrong_whole, file.size)
 
     def check_rows(self, file: StoredFile) -> None:
-        """Check the size of a file and some of its rows, each read as a range."""
-        self._check(file, self._wrong_rows, sum(row.nbytes for row in file.rows))
+        """Check the size of a file, its header and the drawn rows, each read as a range."""
+        self._check(file, self._wrong_rows, sum(row.nbytes for row in file.drawn))
 
     def _check(self, file: StoredFile, wrong: Callable[[StoredFile], list[Wrong]], num_bytes: int) -> None:
         """Name what is wrong with a file whenever it is read: bytes may be damaged on their way, once."""
@@ -309,7 +306,7 @@ class _Verifier:
         for where, problem in found:
             self._find(where, problem, file.way_out)
         self.report.num_files += 1
-        self.report.num_rows += len(file.rows)
+        self.report.num_rows += len(file.drawn)
         self.report.num_bytes += num_bytes
 
     def _wrong_whole(self, file: StoredFile) -> list[Wrong]:
@@ -319,7 +316,7 @@ class _Verifier:
                 f"{len(data)} bytes with {checksum(data)}, but written were {file.size} with {file.checksum}"
             )
             found.append((file.path, said))
-        if problem := wrong_header(data, file, self.spec):
+        if problem := wrong_header(data, len(data), file, self.spec):
             found.append((file.path, problem))
         view = memoryview(data)
         for row in file.rows:
@@ -331,7 +328,10 @@ class _Verifier:
         if size != file.size:
             found.append((file.path, f"{size} bytes, but written were {file.size}"))
         try:
-            for row in file.rows:
+            header = self.store.get_range(file.path, 0, file.rows[0].offset)
+            if problem := wrong_header(header, file.size, file, self.spec):
+                found.append((file.path, problem))
+            for row in file.drawn:
                 found += self._wrong_row(file, row, self.store.get_range(file.path, row.offset, row.nbytes))
         except IntegrityError as error:  # it ends before
             found.append((file.path, error))
@@ -359,7 +359,7 @@ def _wrong_keys(index: pa.Table, outcome: Outcome, record: PlanRecord, shard: in
     )
 
 
-def _rows_by_file(index: pa.Table) -> dict[str, list[StoredRow]]:
+def _rows_by_file(index: pa.Table) -> dict[str, tuple[StoredRow, ...]]:
     rows: dict[str, list[StoredRow]] = {}
     columns: Any = [index[name].to_pylist() for name in index.schema.names]
     for values in zip(*columns, strict=True):
@@ -372,4 +372,4 @@ def _rows_by_file(index: pa.Table) -> dict[str, list[StoredRow]]:
             crc64nvme=named["crc64nvme"],
         )
         rows.setdefault(named["file"], []).append(row)
-    return {name: sorted(of_file, key=lambda row: row.offset) for name, of_file in rows.items()}
+    return {name: tuple(sorted(of_file, key=lambda row: row.offset)) for name, of_file in rows.items()}

@@ -58,9 +58,11 @@ def settings_for(dataset: str, target: str, **changes: Any) -> RunSettings:
     )
 
 
-def run_lane(store: Store, plan_id: str, target: str, name: str = "lane-0") -> LaneReport:
+def run_lane(
+    store: Store, plan_id: str, target: str, name: str = "lane-0", *, compiled: bool = True
+) -> LaneReport:
     """One lane, from loading the target to the last shard."""
-    lane = Lane.open(store, plan_id, run="run", target=target, name=name)
+    lane = Lane.open(store, plan_id, run="run", target=target, name=name, compiled=compiled)
     assert lane is not None
     with lane:
         return extract_in_threads(lane)

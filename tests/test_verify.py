@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from layertap.coordinator import Run
 from layertap.errors import IntegrityError
 from layertap.records import from_json, to_json
 from layertap.store import Buffer, Store, checksum
+from layertap.target import Target
 from layertap.verify import verify_root
 from layertap.versions import Versions
 from tests.models import saved, tiny_llama
@@ -57,6 +59,10 @@ def cut(data: bytearray) -> None:
     del data[-1000:]
 
 
+def rot_header(data: bytearray) -> None:
+    data[9] ^= 0x80
+
+
 def other_header(data: bytearray) -> None:
     at = data.index(b"BF16")
     data[at : at + 4] = b"F16 "
@@ -68,6 +74,7 @@ def other_header(data: bytearray) -> None:
     [
         ("batch-00000.safetensors", flip, "CRC64NVME"),
         ("batch-00000.safetensors", cut, "bytes"),
+        ("batch-00000.safetensors", rot_header, "the header"),
         ("batch-00000.safetensors", None, "safetensors"),
         ("index.parquet", flip, "checksum"),
         ("index.parquet", None, "index.parquet"),
@@ -113,14 +120,17 @@ def test_damage_is_named_and_mended_by_the_way_out(
     assert len(list(HiddenStates(store))) == 20
 
 
-def test_a_header_that_says_something_else_is_named(catalog: Catalog) -> None:
+@pytest.mark.parametrize("num_rows", [None, 1000])
+def test_a_header_that_says_something_else_is_named(catalog: Catalog, num_rows: int | None) -> None:
     """As by a writer at fault, whose checksums agree with what it wrote."""
     path = files_of(catalog, "batch-00000.safetensors")[0]
     data = bytearray(catalog.store.get(path))
     other_header(data)
     catalog.store.put(path, data)
     _rewrite_checksum(catalog, path, data)
-    assert "the header says of" in str(verify_root(catalog.store, num_rows=None).findings[0])
+    (finding,) = verify_root(catalog.store, num_rows=num_rows).findings
+    assert finding.where == path
+    assert "the header says of" in finding.problem
 
 
 def _rewrite_checksum(catalog: Catalog, path: str, data: bytes | bytearray) -> None:
@@ -304,6 +314,29 @@ def test_rows_recomputed_on_the_target_agree_and_altered_ones_do_not(
     assert report.recomputed == "0 rows recomputed"
 
 
+@pytest.mark.timeout(600)  # compiling takes long
+@pytest.mark.usefixtures("modeling_as_it_was")
+def test_rows_are_recomputed_by_the_path_of_their_lane_eager_or_compiled(
+    folder_store: Store, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, rows = Target.load, distinct_rows(20)
+
+    def load_compiled(*arguments: Any, **options: Any) -> Target:
+        loaded = load(*arguments, **options)
+        if loaded.device.type == "cpu":  # where a lane compiles nothing by itself
+            loaded.compile(max_batch_tokens=256)
+        return loaded
+
+    for lane, rows_by_then in (("eager", rows[:8]), ("compiled", rows)):
+        run = Run.prepare(folder_store, settings_for(save_rows(rows_by_then, tmp_path / lane), target))
+        assert run.plan is not None
+        run_lane(folder_store, run.plan.plan_id, target, lane, compiled=lane == "compiled")
+        monkeypatch.setattr(Target, "load", load_compiled)
+    report = verify_root(folder_store, target=target, num_recomputed=20)
+    report.check()
+    assert "20 rows recomputed, 20 by the same path: median relative error" in report.recomputed
+
+
 def test_states_of_another_computation_are_named(folder_store: Store, tmp_path: Path, target: str) -> None:
     """Sound by every checksum, but not what the target computes."""
     settings = settings_for(save_rows(distinct_rows(12), tmp_path / "rows"), target)
@@ -313,8 +346,6 @@ def test_states_of_another_computation_are_named(folder_store: Store, tmp_path: 
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
     other = saved(model, tmp_path / "other")
-    from layertap.target import Target
-
     original = Target.load
     wrong_spec = Run.prepare(Store.folder(tmp_path / "x"), settings_for(settings.dataset, other)).preview.spec
     with pytest.MonkeyPatch.context() as patch:

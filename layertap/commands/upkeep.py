@@ -27,9 +27,9 @@ def verify(
 ) -> None:
     """Read ROOT back and say what isn't as it was written.
 
-    Every record and every file of the target is checked; of a sample of rows their files' sizes, their
-    checksums and extraction keys, and that the states are finite and not the same everywhere. With --all the
-    headers and checksums of whole files are checked too. The exit code is 1 if anything is wrong.
+    Every record and every file of the target is checked; of a sample of rows their files' sizes and headers,
+    their checksums and extraction keys, and that the states are finite and not the same everywhere. With
+    --all the checksums of whole files are checked too. The exit code is 1 if anything is wrong.
     """
     from layertap.store import Store
     from layertap.verify import verify_root
