@@ -42,6 +42,7 @@ from layertap.records import (
 )
 from layertap.settled import Settled, read_settled, way_out
 from layertap.shard_state import ShardState, ShardStatus, shard_state, unended_claims
+from layertap.spec import ExtractionSpec
 from layertap.store import ObjectInfo, Store, checksum
 from layertap.told import read_told
 
@@ -90,13 +91,21 @@ class Catalog:
         """
         with suppress(AlreadyExistsError):
             self.store.create(ROOT, to_json(root.to_dict()))
-        existing = self.root()
-        if differences := existing.spec.differences(root.spec):
+        return self.root_for(root.spec)
+
+    def root_for(self, spec: ExtractionSpec) -> Root:
+        """The root's record, as `root`, if it is for this extraction.
+
+        Raises:
+            SpecMismatchError: it is for another; lists the fields that differ.
+        """
+        root = self.root()
+        if differences := root.spec.differences(spec):
             raise SpecMismatchError(
                 f"{self.store.uri} belongs to another extraction ({'; '.join(differences)}): "
                 "give this one a root of its own"
             )
-        return existing
+        return root
 
     def root(self) -> Root:
         """The root's record.

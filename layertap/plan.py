@@ -20,13 +20,11 @@ from numpy.typing import NDArray
 
 from layertap.errors import SpecError
 from layertap.spec import ExtractionSpec
+from layertap.store import PART_BYTES
 
 H200_FLOPS_PER_S = 5.6e14
 """Matrix work of one H200 per second on a 27B hybrid in bf16, decoder layers compiled, batches of 8,192
 tokens: 11,500 tokens/s, a little less than docs/gpu.md has. Eager ones reach three quarters of it."""
-
-PART_BYTES = 32 * 2**20
-"""Larger objects are put in parts of this size, which is what a store's request limit counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from layertap.catalog import Catalog
 from layertap.dataset import BLOCK_TOKENS, Columns, Scan, TokenDataset
-from layertap.errors import SpecMismatchError
 from layertap.findings import Findings
 from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
 from layertap.progress import format_bytes
@@ -132,11 +131,7 @@ class Preview:
             CatalogError: there is no root.
             SpecMismatchError: the root belongs to another extraction.
         """
-        if differences := catalog.root().spec.differences(self.spec):
-            raise SpecMismatchError(
-                f"{catalog.store.uri} belongs to another extraction ({'; '.join(differences)}): "
-                "give this one a root of its own"
-            )
+        catalog.root_for(self.spec)
         return self.scan.unique(settled=catalog.settled().final_keys)
 
     def estimate(self, plan: Plan) -> Estimate:

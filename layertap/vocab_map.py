@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.catalog import ROOT, Catalog
+from layertap.catalog import ROOT, Catalog, shard_of
 from layertap.dataset import TokenDataset
 from layertap.errors import InputError, TargetError
 from layertap.keys import keys_of
@@ -146,8 +146,7 @@ def counts_of_version(states: HiddenStates) -> NDArray[np.int64]:
     keys, masks = keys_of(table["extraction_key"].combine_chunks()), table["loss_mask"]
     by_shard: dict[tuple[str, int], list[int]] = defaultdict(list)
     for row, file in enumerate(table["file"].to_pylist()):
-        parts = str(file).split("/")  # plans/<plan>/data/<shard>/…
-        by_shard[parts[1], int(parts[3])].append(row)
+        by_shard[shard_of(str(file))].append(row)
     for (plan_id, shard), rows in by_shard.items():
         stored = catalog.shard_rows(plan_id, shard)
         at = {key.tobytes(): i for i, key in enumerate(stored.keys)}

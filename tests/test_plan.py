@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layertap.errors import SpecError
-from layertap.plan import PART_BYTES, Estimate, PlanSettings, estimate, make_plan
+from layertap.plan import Estimate, PlanSettings, estimate, make_plan
 from layertap.spec import ExtractionSpec
+from layertap.store import PART_BYTES
 
 SPEC = ExtractionSpec(target_identity="test", layer_ids=(0, 2), max_length=64)
 
