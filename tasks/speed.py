@@ -9,19 +9,15 @@ import logging
 import time
 from concurrent.futures import Future
 from contextvars import copy_context
-from typing import cast
-from uuid import UUID
 
-from prefect.artifacts import create_image_artifact, create_markdown_artifact
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.artifacts import ImageArtifact, MarkdownArtifact
 
 from layertap.background import in_background
 from layertap.errors import StoreError
 from layertap.lane_record import LaneRecord, lane_records
 from layertap.plot import speed_path, speed_png
 from layertap.store import Store
-from tasks.artifacts import server_may_be_away
+from tasks.artifacts import InPlace, only_shown
 
 LANE, SPEED = "layertap-lane", "layertap-speed"
 """Keys of the artifacts."""
@@ -38,7 +34,7 @@ class LaneBoard:
     """
 
     def __init__(self) -> None:
-        self._artifact: UUID | None = None
+        self._artifact = InPlace()
         self._shown: Future[None] = Future()
         self._shown.set_result(None)
 
@@ -54,12 +50,9 @@ class LaneBoard:
         self._show(record)
 
     def _show(self, record: LaneRecord) -> None:
-        with server_may_be_away():
-            if self._artifact is None:
-                made = create_markdown_artifact(record.markdown(), LANE, record.bottleneck)
-                self._artifact = cast(UUID, made)
-            else:
-                _update(self._artifact, record.markdown(), record.bottleneck)
+        text, held_up_by = record.markdown(), record.bottleneck
+        with only_shown():
+            self._artifact.show(MarkdownArtifact(key=LANE, markdown=text, description=held_up_by))
 
 
 class SpeedBoard:
@@ -67,7 +60,7 @@ class SpeedBoard:
 
     def __init__(self, store: Store, plan_id: str) -> None:
         self._store, self._plan_id = store, plan_id
-        self._artifact: UUID | None = None
+        self._artifact = InPlace()
         self._due = time.monotonic() + DRAW_EVERY_S
 
     def show(self, *, last: bool = False) -> None:
@@ -88,13 +81,5 @@ class SpeedBoard:
 
     def _show(self, picture: bytes, description: str) -> None:
         uri = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-        with server_may_be_away():
-            if self._artifact is None:
-                self._artifact = cast(UUID, create_image_artifact(uri, SPEED, description))
-            else:
-                _update(self._artifact, uri, description)
-
-
-def _update(artifact: UUID, data: str, description: str) -> None:
-    with get_client(sync_client=True) as client:
-        client.update_artifact(artifact, ArtifactUpdate(data=data, description=description))
+        with only_shown():
+            self._artifact.show(ImageArtifact(key=SPEED, image_url=uri, description=description))

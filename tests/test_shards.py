@@ -4,12 +4,12 @@ import base64
 import threading
 from pathlib import Path
 from typing import Any, cast
-from uuid import UUID
 
 import httpx
 import pytest
 import torch
 from prefect import flow, runtime
+from prefect.artifacts import MarkdownArtifact
 from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from prefect.client.orchestration import get_client
 from prefect.filesystems import LocalFileSystem, WritableFileSystem
@@ -185,13 +185,12 @@ def test_a_server_that_does_not_answer_holds_no_lane_up(
 ) -> None:
     log, answers, shown = lane_log(Store.folder(tmp_path)), threading.Event(), []
 
-    def make(text: str, *_: str) -> UUID:
-        assert answers.wait(60)
-        shown.append(text)
-        return UUID(int=1)
+    class Slow:
+        def show(self, artifact: MarkdownArtifact) -> None:
+            assert answers.wait(60)
+            shown.append(artifact.markdown)
 
-    monkeypatch.setattr(speed, "create_markdown_artifact", make)
-    monkeypatch.setattr(speed, "_update", lambda _artifact, text, _description: shown.append(text))
+    monkeypatch.setattr(speed, "InPlace", Slow)
     board = LaneBoard()
     for num_tokens in (100, 200):
         board.show(log.note(num_tokens))
