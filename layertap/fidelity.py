@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from layertap.errors import AlreadyExistsError
-from layertap.records import check_format, known_fields, read_record, to_json
+from layertap.errors import AlreadyExistsError, NotFoundError
+from layertap.records import check_format, known_fields, to_json
 from layertap.spec import FORMAT_VERSION
 from layertap.store import Store
+from layertap.told import read_told
 
 RECORD = re.compile(r"versions/([1-9][0-9]*)\.served-([1-9][0-9]*)\.json")
 
@@ -97,12 +98,13 @@ def record(store: Store, found: Fidelity) -> str:
 
 
 def latest(store: Store, version: int) -> Fidelity | None:
-    """The newest check of a version, or None: not checked."""
-    numbers = _numbers(store, version)
-    if not numbers:
-        return None
-    path = f"versions/{version}.served-{max(numbers)}.json"
-    return read_record(path, store.get(path), Fidelity.from_dict)
+    """The newest check of a version, or None: not checked, or pruned since. Damaged ones are passed over."""
+    for number in sorted(_numbers(store, version), reverse=True):
+        with suppress(NotFoundError):
+            found = read_told(store, f"versions/{version}.served-{number}.json", Fidelity.from_dict)
+            if found is not None:
+                return found
+    return None
 
 
 def _numbers(store: Store, version: int) -> list[int]:

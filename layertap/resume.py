@@ -60,7 +60,7 @@ def take_up(
 
 
 def _is_spent(catalog: Catalog, plan_id: str) -> bool:
-    """Whether a plan can't serve again: its record is damaged, or rows of it count as not computed."""
+    """Whether a plan can't serve again: its record can't be read, or rows of it count as not computed."""
     states = catalog.states(plan_id)
     if ShardState.VOID in states.values():
         return True
@@ -68,7 +68,7 @@ def _is_spent(catalog: Catalog, plan_id: str) -> bool:
         catalog.plan(plan_id)
     except NotFoundError:
         return False
-    except IntegrityError:
+    except (FormatError, IntegrityError):
         return True
     committed = [k for k, state in states.items() if state == ShardState.COMMITTED]
     return any(may_be_tried_again(row) for k in committed for row in catalog.outcome(plan_id, k).refused)

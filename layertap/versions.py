@@ -220,7 +220,8 @@ class Versions:
         while True:
             number = self.newest_number()
             newest = None if number is None else self.find_whole(number)
-            if newest is not None and newest.content == places.content and self._is_readable(newest):
+            said = (places.content, dataset.provenance)
+            if newest and (newest.content, newest.provenance) == said and self._is_readable(newest):
                 return newest
             self._refuse_older(scan.fingerprint, parent)
             version = self._version(places, dataset, scan, number)

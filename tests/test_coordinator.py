@@ -1,5 +1,6 @@
 """A run from its plan to its version, on a real store with a real small target, without a scheduler."""
 
+import json
 import re
 import shlex
 import shutil
@@ -28,7 +29,7 @@ from layertap.errors import (
 )
 from layertap.plan import PlanSettings
 from layertap.preview import Preview
-from layertap.records import DATA, MEMORY
+from layertap.records import DATA, MEMORY, to_json
 from layertap.run_records import RunRecords
 from layertap.shard_state import ShardState
 from layertap.store import Store
@@ -90,6 +91,22 @@ def test_an_interrupted_run_is_continued_not_cut_anew(
     assert sorted(outcome.shard for outcome in done) == [1, 2]
     assert second.catalog.outcome(plan_id, 0).attempt == kept
     second.publish().check(0.0)
+    assert_read_back(folder_store, rows, model)
+
+
+def test_the_rest_of_a_plan_of_another_schema_gets_a_plan_of_its_own(
+    folder_store: Store, tmp_path: Path, model: Any, target: str
+) -> None:
+    """As its error advises: to start the run again."""
+    rows = some_rows(20)
+    settings = settings_for(save_rows(rows, tmp_path / "rows"), target)
+    older = plan_id_of(Run.prepare(folder_store, settings))
+    path = f"plans/{older}/plan.json"
+    folder_store.put(path, to_json({**json.loads(folder_store.get(path)), "schema": 0}))
+    run = Run.prepare(folder_store, settings)
+    assert plan_id_of(run) != older
+    run_lane(folder_store, plan_id_of(run), target)
+    run.publish().check(0.0)
     assert_read_back(folder_store, rows, model)
 
 

@@ -4,11 +4,15 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from layertap import HiddenStates
+from layertap import HiddenStates, fidelity
 from layertap.catalog import Catalog, PlanRecord
+from layertap.cli import main
 from layertap.errors import IntegrityError
 from layertap.failures import read_failures
+from layertap.fidelity import Fidelity
+from layertap.fidelity import record as record_check
 from layertap.garbage import find_garbage, old_versions
 from layertap.lane_record import lane_path, lane_records
 from layertap.run_records import RunRecord, RunRecords
@@ -20,6 +24,19 @@ from layertap.watch import Watch
 from tests.stored import claimed, dataset_of, extract, new_catalog, plan_for, publish, some_rows
 
 pytestmark = pytest.mark.parametrize("rotten", [b"", b'{"lane":', b"\xff\xfe", b"{}"])
+
+CHECK = Fidelity(
+    version=1,
+    endpoint="http://127.0.0.1:8000",
+    model="tiny",
+    api="vllm",
+    num_rows=2,
+    num_tokens=30,
+    agreement=1.0,
+    mean_abs_logprob_difference=0.0,
+    min_agreement=0.97,
+    created_at="2026-01-01T00:00:00+00:00",
+)
 
 
 @pytest.fixture
@@ -78,6 +95,30 @@ def test_the_other_runs_of_a_root_are_remembered(catalog: Catalog, rotten: bytes
         records.put(RunRecord(run_id=run_id, **told))  # type: ignore[arg-type]
     catalog.store.put("runs/b.json", rotten)
     assert records.latest().request == {"of": "a"}
+
+
+def test_of_checks_of_served_fidelity_the_newest_that_can_be_read_is_shown(
+    catalog: Catalog, plan: PlanRecord, tmp_path: Path, rotten: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(catalog, plan)
+    publish(catalog, *dataset_of(some_rows(20), tmp_path / "rows.parquet"))
+    store = catalog.store
+    assert record_check(store, CHECK) == "versions/1.served-1.json"
+    for number in (2, 3):
+        store.put(f"versions/1.served-{number}.json", rotten)
+    shown = CliRunner().invoke(main, ["status", store.uri])
+    assert shown.exit_code == 0, shown.output
+    assert f"version 1, served fidelity: {CHECK}\n" in shown.output
+
+    get = Store.get
+
+    def pruned_before(store: Store, path: str) -> bytes:
+        if fidelity.RECORD.fullmatch(path):
+            store.delete([path])
+        return get(store, path)
+
+    monkeypatch.setattr(Store, "get", pruned_before)
+    assert fidelity.latest(store, 1) is None
 
 
 def test_a_version_whose_record_is_damaged_is_published_anew_as_verify_says(

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from layertap.catalog import Catalog
+from layertap.dataset import TokenDataset
 from layertap.errors import AlreadyExistsError, CatalogError, FormatError, IntegrityError
 from layertap.records import to_json
 from layertap.store import Store
@@ -105,6 +106,19 @@ def test_publishing_twice_is_publishing_once(store: Store, tmp_path: Path) -> No
     assert publish(catalog, dataset, scan, parent=None) == first
     assert Versions(store).numbers() == [1]
     assert len(store.list("versions")) == 2
+
+
+def test_a_provenance_that_was_added_or_mended_is_published(catalog: Catalog, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    dataset, scan = dataset_of(some_rows(10), folder / "rows.parquet")
+    extract(catalog, plan_for(dataset, scan, catalog))
+    for number, said in enumerate((None, {"responses": "original"}, {"responses": "unknown"}), start=1):
+        if said is not None:
+            (folder / "provenance.json").write_text(json.dumps(said))
+        for parent in (number - 1 or None, number):
+            version = publish(catalog, TokenDataset.open(folder), scan, parent=parent)
+            assert (version.number, version.parent) == (number, number - 1 or None)
+            assert version.provenance == {"recorded": said is not None, **(said or {})}
 
 
 def test_a_publisher_that_died_between_table_and_record_is_finished_by_the_next(
