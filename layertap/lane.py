@@ -35,7 +35,7 @@ from layertap.store import Store
 from layertap.store_check import probe
 from layertap.target import Target, compare_canary
 from layertap.target_files import store_target
-from layertap.watchdog import Watchdog, blamed, kill_process_group
+from layertap.watchdog import Watchdog, blamed, can_hang, kill_process_group
 from layertap.watcher import BEAT_S, Watcher
 
 FAILURES_BEFORE_SELF_CHECK = 2
@@ -145,6 +145,8 @@ class Lane:
             root = self.catalog.root()
             checked = checked_device(self.plan, root, source=source, revision=revision, compiled=compiled)
             self.device = self._exits.enter_context(checked)
+            if can_hang(self.device):
+                Watchdog(self.clock, BEAT_S).start(self._end_wedged, until=self._ending)
             self.target = Target.load(source, spec=root.spec, revision=revision, device=self.device)
         self.self_check()
         with self.clock.spent("loading"):
@@ -153,8 +155,7 @@ class Lane:
     def _make_ready(self, compiled: bool, strict_kernels: bool) -> None:
         """Compile, check again what is compiled, and start the threads of the lane."""
         if compiled and self.device.type == "cuda":
-            with self.clock.spent("compiling"), one_compiles(self.device):
-                self.target.compile(max_batch_tokens=self.plan.settings.max_batch_tokens)
+            self._compile()
             self.self_check()
         if strict_kernels:
             self.target.refuse_slow_kernels()
@@ -182,8 +183,12 @@ class Lane:
         self._exits.callback(self.extractor.close)
         beats = threading.Thread(target=self._beat_until_closed, name="beats", daemon=True)
         beats.start()
-        Watchdog(self.clock, BEAT_S).start(self._end_wedged, until=self._ending)
         self._exits.callback(beats.join, LAST_BEAT_S)
+
+    def _compile(self) -> None:
+        """Compile the target; to wait for another lane that does counts as loading what it leaves."""
+        with self.clock.spent("loading"), one_compiles(self.device), self.clock.spent("compiling"):
+            self.target.compile(max_batch_tokens=self.plan.settings.max_batch_tokens)
 
     def self_check(self) -> None:
         """Check the target against itself and against the canary of the root's first lane."""
@@ -387,6 +392,7 @@ class Lane:
 
     def _end_wedged(self, reason: str) -> None:
         """Record what hangs, give the rest back, and end the process: its shards may be claimed at once."""
+        log.critical("%s: %s", device_name(self.device), reason)
         in_hand = dict(self._held)
         hung = blamed({shard: held.clock for shard, held in in_hand.items()})
         for shard, held in in_hand.items():

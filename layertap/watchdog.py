@@ -7,10 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from layertap.progress import Clock, SpentOn
+import torch
+
+from layertap.progress import START, Clock, SpentOn
 
 WEDGED_S = 300.0
 """Seconds a forward pass may take at least before its device counts as hung."""
+
+START_S = 1200.0
+"""Seconds that the first of what a lane begins with may take: on a fresh host its kernels are compiled."""
 
 TIMES_TYPICAL = 20
 """A pass that takes so many times the mean of those before is hung, if `WEDGED_S` are over too."""
@@ -19,8 +24,9 @@ WATCHED: Mapping[SpentOn, str] = {
     "forward": "a forward",
     "copying to the host": "a copy to the host",
     "self-check": "a self-check",
+    "compiling": "compiling",
 }
-"""What waits for the device and for nothing else, in words."""
+"""What waits for the device, or for kernels that it is to run, and for nothing else, in words."""
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +61,19 @@ class Watchdog:
         now = self._now()
         since_s, self._looked_at = min(now - self._looked_at, self._every_s), now
         for on, words in WATCHED.items():
-            took_s, mean_s = self._clock.open_s(on), self._clock.mean_s(on)
-            self._watched_s[on] = took_s = min(took_s, self._watched_s[on] + since_s)
-            if took_s > max(WEDGED_S, TIMES_TYPICAL * mean_s):
-                return (
-                    f"no end of {words} for {took_s:.0f} s, where one takes {mean_s:.3g} s: the device hangs"
-                )
+            mean_s = self._clock.mean_s(on)
+            at_least_s = START_S if on in START and not mean_s else WEDGED_S
+            took_s = min(self._clock.open_s(on), self._watched_s[on] + since_s)
+            self._watched_s[on] = took_s
+            if took_s > max(at_least_s, TIMES_TYPICAL * mean_s):
+                typical = f", where one takes {mean_s:.3g} s" if mean_s else ""
+                return f"no end of {words} for {took_s:.0f} s{typical}: the device hangs"
         return None
+
+
+def can_hang(device: torch.device) -> bool:
+    """Whether a pass that doesn't end says that the device hangs: a CPU doesn't, it is slow."""
+    return device.type == "cuda"
 
 
 def blamed(clocks: Mapping[int, Clock]) -> int | None:

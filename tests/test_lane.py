@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from layertap.lane_work import extract_in_threads, work_through
 from layertap.progress import SPENT_ON, Clock
 from layertap.shard_state import ShardState, ShardStatus, shard_state
 from layertap.store import Store
+from layertap.target import Target
 from layertap.target_files import TargetFiles
 from tests.models import saved, tiny_llama
 from tests.runs import assert_read_back, run_lane, save_rows, settings_for, some_rows
@@ -482,6 +484,28 @@ def test_a_lanes_start_counts_as_loading(
     monkeypatch.setattr(lane_module, "Clock", lambda: Clock(lambda: seconds))
     with opened(folder_store, plan_id, target, "lane-0") as lane:
         assert lane.clock.seconds == {"loading": 100.0}
+
+
+def test_a_lane_that_waits_for_another_to_compile_does_not_compile(
+    run: Run, plan_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would be taken for hung when the other is."""
+    assert run.plan is not None
+    lane = Lane(run.catalog, run.plan, run="run", name="lane-0")
+    compiles: list[bool] = []
+
+    def note(**_: Any) -> None:
+        compiles.append(lane.clock.open_s("compiling") > 0)
+
+    @contextmanager
+    def waited(_: Any) -> Iterator[None]:
+        note()
+        yield
+
+    monkeypatch.setattr(lane_module, "one_compiles", waited)
+    lane.device, lane.target = torch.device("cuda"), cast(Target, SimpleNamespace(compile=note))
+    lane._compile()
+    assert compiles == [False, True]
 
 
 def test_a_task_repeated_after_its_commit_computes_nothing(
