@@ -336,8 +336,9 @@ class Catalog:
             ClaimLostError: another lane was first; these files are garbage.
         """
         path = f"{_state(claim.plan_id, claim.shard)}.outcome"
+        data = to_json(outcome.to_dict())
         try:
-            self.store.create(path, to_json(outcome.to_dict()))
+            self.store.create(path, data)
         except AlreadyExistsError as error:
             standing = self.outcome(claim.plan_id, claim.shard)
             if (standing.attempt, standing.claim) != (outcome.attempt, outcome.claim):
@@ -345,7 +346,7 @@ class Catalog:
                     f"shard {claim.shard} has an outcome of lane {standing.lane} "
                     f"(claim {standing.claim}); lane {claim.lane} (claim {claim.number}) drops its work"
                 ) from error
-            return standing
+            self.store.put(path, data, durable=True)  # its own, by a try whose reply got lost, unconfirmed
         return outcome
 
     def outcome(self, plan_id: str, shard: int) -> Outcome:

@@ -217,21 +217,28 @@ class Store:
         return self._patiently(ask)
 
     def create(self, path: str, data: Buffer) -> None:
-        """Write an object unless there is one: of all who try, one succeeds. Durable.
+        """Write an object unless there is one: of all who try, one succeeds. Durable and confirmed.
 
         Raises:
-            AlreadyExistsError: somebody wrote it first, perhaps an earlier try of the same call.
+            AlreadyExistsError: somebody wrote it first, perhaps an earlier try of the same call, and then
+                nothing was confirmed.
+            IntegrityError: what the store has isn't what was sent, nor is it after the object was put again.
         """
-        with self._mapped("create", path):
-            if isinstance(self._root, Path):
+        if isinstance(self._root, Path):
+            with self._mapped("create", path):
                 try:
-                    create_file(self._root, self._root / path, data)
+                    return create_file(self._root, self._root / path, data)
                 except FileExistsError as error:
                     raise AlreadyExistsError(f"{self.uri}/{path} exists already") from error
-            else:
-                view = memoryview(data).cast("B")
-                is_small = len(view) <= SMALL_BYTES
-                self._patiently(lambda: self._for(is_small).put(path, view, mode="create"))
+        view = memoryview(data).cast("B")
+        is_small = len(view) <= SMALL_BYTES
+        with self._mapped("create", path):
+            self._patiently(lambda: self._for(is_small).put(path, view, mode="create"))
+            is_confirmed = self._stored(path).confirms(Content(len(view), crc64nvme(view)))
+        if not is_confirmed:
+            # Its own bytes go over it. If it were deleted, another might create it, though somebody has read
+            # it and goes by it: a shard would have two outcomes.
+            self.put(path, view, durable=True)
 
     def get(self, path: str) -> bytes:
         """The object's bytes.

@@ -68,6 +68,9 @@ class Faults:
     flip_upload: float = 0.0
     """A bit of the request's body is flipped on its way."""
 
+    first: dict[str, re.Pattern[str]] = field(default_factory=dict)
+    """One of the shares above, by name -> requests, the first of which meets it for sure."""
+
     on_stored: Callable[[str], None] = lambda _: None
     """Called with an object's path after the server has stored it whole, and before it is told so."""
 
@@ -119,10 +122,14 @@ class Proxy:
             self._server.shutdown()
             self._server.server_close()
 
-    def draw(self) -> str | None:
+    def draw(self, request: str) -> str | None:
         """The fault of the next request, which counts once it has done something."""
         self.count("requests")
         with self._lock:
+            for name, requests in self.faults.first.items():
+                if requests.match(request):
+                    del self.faults.first[name]
+                    return name
             point = self._random.random()
             for name in ("slow_down", "cut_upload", "lost_reply", "cut_reply", "flip_upload", "conflict"):
                 point -= getattr(self.faults, name)
@@ -161,8 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
     upstream: tuple[str, int]
 
     def _handle(self) -> None:
-        fault, faults = self.proxy.draw(), self.proxy.faults
-        self.proxy.requests.append(f"{self.command} {self.path}")
+        request, faults = f"{self.command} {self.path}", self.proxy.faults
+        fault = self.proxy.draw(request)
+        self.proxy.requests.append(request)
         length = int(self.headers.get("Content-Length", 0))
         if fault == "cut_upload":
             self.rfile.read(length // 2)

@@ -24,7 +24,7 @@ from layertap.errors import (
     StoreError,
     StoreRefusedError,
 )
-from layertap.garbage import Garbage
+from layertap.garbage import Garbage, find_garbage
 from layertap.object_server import ObjectServer
 from layertap.retries import PATIENT
 from layertap.s3 import Bucket
@@ -36,6 +36,8 @@ from tests.conftest import BUCKET
 from tests.models import saved, tiny_llama
 from tests.proxy import Faults, Proxy
 from tests.runs import assert_read_back, run_lane, save_rows, settings_for, some_rows
+from tests.stored import claimed, dataset_of, new_catalog, plan_for, write_attempt
+from tests.stored import some_rows as few_rows
 
 QUICK = {
     **PATIENT,
@@ -141,6 +143,40 @@ def test_an_object_that_is_stored_damaged_is_put_again_and_then_named(
         WAYS_TO_PUT[way](store, body)
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_record_that_is_stored_damaged_is_put_again_and_never_absent(
+    object_server: ObjectServer, opened: Callable[..., Store], proxy: Proxy, damage: str
+) -> None:
+    store, body = opened(), secrets.token_bytes(100)
+    store.create("state/a", body)
+    assert proxy.counts["requests"] == 2, "what was sent is confirmed by one request"
+    proxy.faults.on_stored = Damager(object_server, DAMAGES[damage], num_times=1)
+    store.create("state/b", body)
+    assert store.get("state/b") == body
+    proxy.faults.on_stored = Damager(object_server, DAMAGES[damage], num_times=3)
+    with pytest.raises(IntegrityError, match=r"state/c holds .* bytes of crc64nvme:.* after 100 bytes"):
+        store.create("state/c", body)
+    for name in "abc":
+        with pytest.raises(AlreadyExistsError):
+            store.create(f"state/{name}", b"another")
+    assert not any(request.startswith(("DELETE", "POST")) for request in proxy.requests)
+
+
+def test_an_outcome_that_is_stored_damaged_by_a_try_whose_reply_was_lost_is_put_again(
+    object_server: ObjectServer, opened: Callable[..., Store], proxy: Proxy, tmp_path: Path
+) -> None:
+    catalog = new_catalog(opened())
+    plan = plan_for(*dataset_of(few_rows(5), tmp_path / "rows.parquet"), catalog)
+    claim = claimed(catalog, plan, 0)
+    outcome = write_attempt(catalog, claim)
+    proxy.faults.first = {"lost_reply": re.compile(r"PUT .*\.outcome$")}
+    more_rows = lambda body: body.replace(b'"num_rows": ', b'"num_rows": 1')  # noqa: E731
+    proxy.faults.on_stored = Damager(object_server, more_rows, num_times=1)
+    assert catalog.commit(claim, outcome) == outcome
+    assert catalog.outcome(plan.plan_id, 0) == outcome
+    assert proxy.counts["lost_reply"] == 1
+
+
 def test_of_a_store_that_keeps_no_checksums_sizes_are_compared_and_that_is_said(
     object_server: ObjectServer, opened: Callable[..., Store], proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,6 +206,30 @@ def test_an_object_of_several_parts_is_whole_or_absent(opened: Callable[..., Sto
     body = secrets.token_bytes(70 << 20)
     store.put("data/large", body)
     assert store.get("data/large") == body
+
+
+@pytest.mark.parametrize("fault", ["slow_down", "lost_reply"])
+@pytest.mark.parametrize("from_pieces", [False, True])
+def test_an_upload_whose_start_fails_is_started_again_and_what_stays_of_it_gc_sees(
+    opened: Callable[..., Store], proxy: Proxy, monkeypatch: pytest.MonkeyPatch, from_pieces: bool, fault: str
+) -> None:
+    """Of a start whose reply was lost nobody knows the upload's id."""
+    monkeypatch.setattr("layertap.store.PART_BYTES", 5 << 20)
+    store, body, path = new_catalog(opened()).store, secrets.token_bytes((5 << 20) + 1), "plans/p/data/a"
+    start = re.compile(rf"POST .*/{path}\?uploads(=?&|=?$)")
+    proxy.faults.first = {fault: start}
+    if from_pieces:
+        store.put_chunks(path, lambda: iter([body[:7], body[7:]]))
+    else:
+        store.put(path, body, durable=True)
+    assert store.get(path) == body
+    assert (proxy.counts[fault], len(list(filter(start.match, proxy.requests)))) == (1, 2)
+
+    garbage = find_garbage(store, older_than=timedelta(0))
+    assert [upload.path for upload in garbage.uploads] == [path] * (fault == "lost_reply")
+    garbage.delete()
+    assert not store.open_uploads()
+    assert store.get(path) == body
 
 
 @pytest.mark.parametrize("fault", ["slow_down", "cut_upload", "lost_reply", "cut_reply"])
