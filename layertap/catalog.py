@@ -180,6 +180,10 @@ class Catalog:
         path = f"plans/{plan_id}/plan.json"
         return read_record(path, self.store.get(path), PlanRecord.from_dict)
 
+    def find_plan(self, plan_id: str) -> PlanRecord | None:
+        """A plan's record, as `plan`; None with a warning if it was damaged."""
+        return read_told(self.store, f"plans/{plan_id}/plan.json", PlanRecord.from_dict)
+
     def plan_spec(self, plan_id: str) -> str:
         """Fingerprint of the spec that a plan, of whatever schema, is for."""
         path = f"plans/{plan_id}/plan.json"

@@ -6,8 +6,8 @@ no table of one that is being published, names it.
 
 import re
 import secrets
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from io import BytesIO
@@ -33,6 +33,9 @@ UNREADABLE = (
     "So it can't be told what may go: restore it from a copy, or start the run again, which publishes a new "
     "version, and then remove this one with `layertap prune`"
 )
+
+MAX_NAMED = 100
+"""So many shards a command names."""
 
 DELETED_AT_ONCE = 1000
 """As many as a request to S3 may name."""
@@ -65,10 +68,10 @@ class Garbage:
         self.num_bytes += found.size
 
     def delete(self) -> None:
-        """Delete all that the store lets go; uploads that it refuses to abort are noted.
+        """Delete all that the store lets go; each upload that can't be aborted is noted.
 
         Raises:
-            StoreRefusedError: objects can't be deleted; says how many, which is the first of them, and why.
+            StoreRefusedError: objects or uploads stay; says how many, which is the first of them, and why.
         """
         records = {path for path in self.reasons if RECORD.fullmatch(path)}
         tables = {path for path in self.reasons if path.startswith("versions/") and path.endswith(".parquet")}
@@ -76,20 +79,29 @@ class Garbage:
         # a version whose table is gone would be damaged, a table without a version is only litter
         stay = tables if refusals else set()
         refusals += _delete(self.store, [path for path in self.reasons if path not in records | stay])
-        self._abort_uploads()
+        open_uploads = self._abort_uploads()
         if refusals:
             and_tables = f", and {len(stay):,} tables stay with their versions" if stay else ""
             raise StoreRefusedError(
                 f"{len(refusals):,} of {len(self.reasons):,} objects can't be deleted{and_tables}. Mend "
                 f"that, and do the same again. The first of them: {refusals[0]}"
             )
+        if open_uploads:
+            raise StoreRefusedError(
+                f"{len(open_uploads):,} of {len(self.uploads):,} multipart uploads can't be aborted, the "
+                f"rest is gone. The first of them: {open_uploads[0]}"
+            )
 
-    def _abort_uploads(self) -> None:
+    def _abort_uploads(self) -> list[StoreError]:
+        """Abort what the store lets go, note what stays, and return why."""
+        refusals = list[StoreError]()
         for upload in self.uploads:
             try:
                 self.store.abort(upload)
-            except StoreRefusedError as error:
-                self.notes.append(f"a multipart upload stays ({error}): {LIFECYCLE_RULE}")
+            except StoreError as error:
+                refusals.append(error)
+        self.notes += [f"a multipart upload stays ({error}): {LIFECYCLE_RULE}" for error in refusals]
+        return refusals
 
 
 def _delete(store: Store, paths: Sequence[str]) -> list[StoreRefusedError]:
@@ -165,17 +177,28 @@ def _add_tries(garbage: Garbage, catalog: Catalog, before: datetime, *, young: d
     # what is named after the states: who publishes looks at them once more when a table stands
     named = _named(catalog.store, young)
     idle = [t for t in tries if t.is_idle(named, before)]
+    waiting: dict[str, list[int]] = defaultdict(list)
     for t in idle:
         if t.state in HAS_ENDED:
             for found in t.files:
                 garbage.add(found, f"shard {t.shard} is {t.state}, and no version names this try")
-    waiting = Counter(t.plan_id for t in idle if t.state not in HAS_ENDED)
-    for plan_id, num_waiting in waiting.items():
+        else:
+            waiting[t.plan_id].append(t.shard)
+    for plan_id, shards in waiting.items():
+        way = _void(catalog.store, plan_id, {*shards})
         garbage.notes.append(
-            f"plan {plan_id}: {num_waiting} tries are of shards without an outcome, so a lane might still "
-            "commit them. Finish the run, or withdraw the shards with "
-            f"`layertap void {catalog.store.uri} {plan_id} SHARD`"
+            f"plan {plan_id}: {len(shards)} tries are of shards without an outcome, so a lane might still "
+            f"commit them. Finish the run, or withdraw the shards with {way}"
         )
+
+
+def _void(store: Store, plan_id: str, shards: Collection[int] | None) -> str:
+    """The command that withdraws shards, of many the first; None stands for all."""
+    if shards is None:
+        return f"`layertap void {store.uri} {plan_id} --all`"
+    named = " ".join(map(str, sorted(shards)[:MAX_NAMED]))
+    rest = f", the first {MAX_NAMED} of {len(shards):,}" if len(shards) > MAX_NAMED else ""
+    return f"`layertap void {store.uri} {plan_id} {named}`{rest}"
 
 
 def _uncommitted(catalog: Catalog, plan_id: str) -> list[_Try]:
@@ -200,18 +223,20 @@ def _add_rows(garbage: Garbage, catalog: Catalog, before: datetime) -> None:
     """Rows to compute of plans without a record, whose planner died, or sleeps and will write it."""
     store = catalog.store
     for plan_id in sorted({*store.folders("plans")} - {*catalog.plans()}):
-        states, num_waiting = catalog.states(plan_id), 0
+        states, waiting = catalog.states(plan_id), set[int]()
         for found in store.list(f"plans/{plan_id}"):
             match = SHARD_FILE.fullmatch(found.path.rpartition("/")[2])
             if match and found.modified_at < before:
-                if states.get(int(match[1])) == ShardState.VOID:
+                state = states.get(int(match[1]))
+                if state == ShardState.VOID:
                     garbage.add(found, f"rows of shard {match[1]}, which is void, of a plan without a record")
-                else:
-                    num_waiting += 1
-        if num_waiting:
+                elif state != ShardState.COMMITTED:
+                    waiting.add(int(match[1]))
+        if waiting:
+            them = waiting if ShardState.COMMITTED in states.values() else None
             garbage.notes.append(
-                f"plan {plan_id} has no record, and rows of {num_waiting} shards. Start the run again, which "
-                f"may complete it, or withdraw them with `layertap void {store.uri} {plan_id} --all`"
+                f"plan {plan_id} has no record, and rows of {len(waiting):,} shards. Start the run again, "
+                f"which may complete it, or withdraw them with {_void(store, plan_id, them)}"
             )
 
 
@@ -247,7 +272,7 @@ def _add_uploads(garbage: Garbage, before: datetime) -> None:
     except StoreError as error:
         garbage.notes.append(f"multipart uploads can't be listed ({error}): {LIFECYCLE_RULE}")
         return
-    garbage.uploads += [upload for upload in uploads if upload.begun_at < before]
+    garbage.uploads += [u for u in uploads if u.begun_at < before and OWN.match(u.path)]
 
 
 def old_versions(store: Store, *, num_kept: int) -> Garbage:

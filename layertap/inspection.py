@@ -1,12 +1,12 @@
 """What one thing in a root holds, for a person: a batch file, a shard, a version."""
 
-import json
-import struct
 from typing import Any
 
+from layertap.batch_header import read_header
 from layertap.catalog import Catalog
-from layertap.errors import InputError, IntegrityError
+from layertap.errors import InputError
 from layertap.progress import format_bytes
+from layertap.records import from_json
 from layertap.shard_state import shard_state
 from layertap.store import Store
 from layertap.versions import Versions
@@ -25,17 +25,12 @@ def inspect_batch(store: Store, path: str) -> Facts:
         IntegrityError: it isn't a safetensors file.
     """
     size = store.head(path).size
-    try:
-        (length,) = struct.unpack("<Q", store.get_range(path, 0, 8))
-        if 8 + length > size:
-            raise ValueError(f"a header of {length:,} bytes doesn't fit into its {size:,}")
-        header: dict[str, Any] = json.loads(bytes(store.get_range(path, 8, length)))
-    except (ValueError, IntegrityError) as error:
-        raise IntegrityError(f"{store.uri}/{path} is no safetensors file: {error}") from error
+    data = read_header(store, path, size)
+    header = from_json(f"{store.uri}/{path}", data)
     metadata: dict[str, str] = header.pop("__metadata__", {})
     rows = _rows(header)
     end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-    expected = 8 + length + end
+    expected = 8 + len(data) + end
     state = "whole" if size == expected else f"DAMAGED: {size:,} bytes, its header says {expected:,}"
     facts = [("file", f"{store.uri}/{path}"), ("size", f"{format_bytes(size)}, {state}")]
     facts += [(name, value) for name, value in sorted(metadata.items())]

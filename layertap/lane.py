@@ -311,7 +311,7 @@ class Lane:
     def _extract(self, held: _Held, on_progress: Callable[[int, int], None]) -> ShardResult:
         claim, attempt = held.claim, held.attempt
         with self.clock.spent("waiting for data"):
-            rows = self.catalog.shard_rows(self.plan.plan_id, claim.shard)
+            rows = self.catalog.shard_rows(self.plan.plan_id, claim.shard, self.plan)
         try:
             return self.extractor.extract_shard(
                 rows,

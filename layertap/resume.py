@@ -64,13 +64,13 @@ def _is_spent(catalog: Catalog, plan_id: str) -> bool:
     states = catalog.states(plan_id)
     if ShardState.VOID in states.values():
         return True
+    committed = [k for k, state in states.items() if state == ShardState.COMMITTED]
     try:
         catalog.plan(plan_id)
-    except NotFoundError:
-        return False
+    except NotFoundError:  # not written yet, or lost
+        return bool(committed)
     except (FormatError, IntegrityError):
         return True
-    committed = [k for k, state in states.items() if state == ShardState.COMMITTED]
     return any(may_be_tried_again(row) for k in committed for row in catalog.outcome(plan_id, k).refused)
 
 

@@ -1,7 +1,8 @@
 """Which rows of all plans are stored, and where, and which were refused, for good or until the next run."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, TypeVar
@@ -12,9 +13,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from layertap.background import at_once
+from layertap.batch_header import read_header
 from layertap.errors import CatalogError, IntegrityError, NotFoundError
 from layertap.keys import KEY_BYTES, find_keys, keys_of, sortable
-from layertap.records import Outcome, get_checked, may_be_tried_again
+from layertap.records import Outcome, get_checked, may_be_tried_again, read_record
 from layertap.store import Store
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ def read_settled(catalog: "Catalog") -> Settled:
         CatalogError: a plan is of another extraction than the root.
         IntegrityError: the record or the index of committed rows was damaged; says how to compute them again.
     """
-    committed = {plan_id: catalog.committed(plan_id) for plan_id in catalog.plans()}
+    committed = {plan_id: catalog.committed(plan_id) for plan_id in catalog.store.folders("plans")}
     _refuse_other_specs(catalog, committed)
     places = [(plan_id, shard) for plan_id, shards in committed.items() for shard in shards]
     return _merge([*at_once(lambda at: _read_part(catalog, *at), places).values()])
@@ -93,14 +95,8 @@ def read_settled(catalog: "Catalog") -> Settled:
 def _refuse_other_specs(catalog: "Catalog", committed: Mapping[str, list[int]]) -> None:
     expected = catalog.root().spec.fingerprint
     for plan_id, shards in committed.items():
-        try:
-            found = catalog.plan_spec(plan_id)
-        except IntegrityError as error:
-            if shards:
-                raise IntegrityError(f"{error}. {way_out(catalog.store.uri, plan_id)}") from error
-            log.warning("a plan that settles nothing is left aside: %s", error)
-            continue
-        if found != expected:
+        found = _spec_of(catalog, plan_id, shards)
+        if found not in (None, expected):
             raise CatalogError(
                 f"{catalog.store.uri}/plans/{plan_id} is of another extraction (spec {found}) than this root "
                 f"(spec {expected}): move that plan's folder out of the root, or restore the layertap.json "
@@ -108,11 +104,40 @@ def _refuse_other_specs(catalog: "Catalog", committed: Mapping[str, list[int]]) 
             )
 
 
-def _read_part(catalog: "Catalog", plan_id: str, shard: int) -> _Part:
+def _spec_of(catalog: "Catalog", plan_id: str, committed: Sequence[int]) -> str | None:
+    """Fingerprint of a plan's spec; if its record is lost, by its first batch file, and None without one."""
     try:
+        return catalog.plan_spec(plan_id)
+    except (IntegrityError, NotFoundError) as error:
+        if committed or isinstance(error, IntegrityError):  # else not all of it is written yet
+            log.warning("of a plan only what it has committed counts, the rest is planned anew: %s", error)
+    found = (_spec_of_shard(catalog, plan_id, shard) for shard in committed)
+    return next(filter(None, found), None)
+
+
+def _spec_of_shard(catalog: "Catalog", plan_id: str, shard: int) -> str | None:
+    """Fingerprint of the spec by the header of a shard's first batch file; None if it has no file."""
+    with _telling_way_out(catalog, plan_id, shard):
+        outcome = catalog.outcome(plan_id, shard)
+        for file in outcome.files[:1]:
+            path = f"{catalog.attempt_prefix(plan_id, shard, outcome.attempt)}/{file['name']}"
+            header = read_header(catalog.store, path, file["size"])
+            return read_record(path, header, lambda values: str(values["__metadata__"]["spec_fingerprint"]))
+    return None
+
+
+def _read_part(catalog: "Catalog", plan_id: str, shard: int) -> _Part:
+    with _telling_way_out(catalog, plan_id, shard):
         outcome = catalog.outcome(plan_id, shard)
         prefix = catalog.attempt_prefix(plan_id, shard, outcome.attempt)
         return _Part(prefix, read_index(catalog.store, prefix, outcome), outcome.refused)
+
+
+@contextmanager
+def _telling_way_out(catalog: "Catalog", plan_id: str, shard: int) -> Iterator[None]:
+    """Have errors about what a committed shard has lost say how its rows are computed again."""
+    try:
+        yield
     except (IntegrityError, NotFoundError) as error:
         raise IntegrityError(f"{error}. {way_out(catalog.store.uri, plan_id, shard)}") from error
 
@@ -127,10 +152,9 @@ def read_index(store: Store, prefix: str, outcome: Outcome) -> pa.Table:
     return pq.read_table(BytesIO(data))
 
 
-def way_out(uri: str, plan_id: str, shard: int | None = None) -> str:
-    """How rows are computed again that can't be read any more: those of a shard, or of a whole plan."""
-    which = "--all" if shard is None else shard
-    return f"To compute its rows again, {WITHDRAW} {uri} {plan_id} {which}` and start the run again"
+def way_out(uri: str, plan_id: str, shard: int) -> str:
+    """How the rows of a shard are computed again that can't be read any more."""
+    return f"To compute its rows again, {WITHDRAW} {uri} {plan_id} {shard}` and start the run again"
 
 
 def says_way_out(error: str) -> bool:

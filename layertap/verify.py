@@ -29,6 +29,10 @@ Wrong = tuple[str, object]
 """Where something is wrong, and what."""
 
 RESTORE = "restore it from a copy"
+LEAVE_PLAN = (
+    f"{RESTORE}, or leave it: what the plan has committed counts as before, and the next run plans its other "
+    "rows anew"
+)
 RUN_AGAIN = "start the run again: it publishes a new version of the rows that are stored"
 
 
@@ -173,24 +177,24 @@ class _Verifier:
         """Batch files of all committed shards, after checks of every record on the way to them."""
         found: list[StoredFile] = []
         for plan_id in self.store.folders("plans"):
-            record = self._plan(plan_id)
             committed = self.catalog.committed(plan_id)
+            record = self._plan(plan_id, is_begun=bool(committed))
             for shard in committed:
                 found += self._shard_files(plan_id, shard, record)
             if record is not None:
                 self._check_waiting(plan_id, record)
         return found
 
-    def _plan(self, plan_id: str) -> PlanRecord | None:
+    def _plan(self, plan_id: str, *, is_begun: bool) -> PlanRecord | None:
         self.report.num_records += 1
+        path = f"plans/{plan_id}/plan.json"
         try:
             return self.catalog.plan(plan_id)
-        except NotFoundError:  # its coordinator died on the way, or is about to write it
-            return None
         except CatalogError as error:
-            self._find(f"plans/{plan_id}/plan.json", error, "verify with the layertap that made the plan")
-        except IntegrityError as error:
-            self._find(f"plans/{plan_id}/plan.json", error, way_out(self.store.uri, plan_id))
+            self._find(path, error, "verify with the layertap that made the plan")
+        except (IntegrityError, NotFoundError) as error:
+            if is_begun or isinstance(error, IntegrityError):  # else its coordinator may be about to write it
+                self._find(path, error, LEAVE_PLAN)
         return None
 
     def _check_waiting(self, plan_id: str, record: PlanRecord) -> None:

@@ -18,6 +18,7 @@ from layertap.dataset import Scan, TokenDataset
 from layertap.keys import key_array
 from layertap.plan import Plan, PlanSettings, make_plan
 from layertap.records import DATA, MEMORY
+from layertap.resume import take_up
 from layertap.spec import ExtractionSpec
 from layertap.staging import BatchLayout
 from layertap.store import Store, checksum, crc64nvme
@@ -75,6 +76,17 @@ def plan_for(dataset: TokenDataset, scan: Scan, catalog: Catalog, *, shard_token
         scan.keys[chosen], scan.num_tokens[chosen], spec_fingerprint=fingerprint, settings=settings
     )
     return catalog.put_plan(plan, lambda k: tokens_of(dataset, plan, chosen, k), max_batch_bytes=10**6)
+
+
+def planned(dataset: TokenDataset, scan: Scan, catalog: Catalog) -> PlanRecord:
+    """As a run does: an unfinished plan of what isn't stored, or another one."""
+    chosen = scan.unique(settled=catalog.settled().final_keys)
+    settings = PlanSettings(max_batch_tokens=120, shard_tokens=300)
+    fingerprint = catalog.root().spec.fingerprint
+    plan = make_plan(
+        scan.keys[chosen], scan.num_tokens[chosen], spec_fingerprint=fingerprint, settings=settings
+    )
+    return take_up(catalog, plan, lambda k: tokens_of(dataset, plan, chosen, k), max_batch_bytes=10**6)
 
 
 def tokens_of(dataset: TokenDataset, plan: Plan, chosen: NDArray[np.int64], k: int) -> NDArray[np.int32]:

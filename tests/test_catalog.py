@@ -255,14 +255,32 @@ def test_a_root_whose_spec_makes_no_sense_is_damaged(catalog: Catalog) -> None:
         catalog.root()
 
 
-def test_a_plan_of_another_spec_settles_nothing(catalog: Catalog, plan: PlanRecord) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_plan_of_another_spec_settles_nothing(catalog: Catalog, plan: PlanRecord, is_damaged: bool) -> None:
     """As where a layertap.json was put over another, or a plan copied in from another root."""
     extract(catalog, plan)
+    if is_damaged:  # then its files tell
+        catalog.store.put(f"plans/{plan.plan_id}/plan.json", b"")
     other = Root(spec=dataclasses.replace(SPEC, layer_ids=(1, 2, 3)), target={})
     catalog.store.put("layertap.json", to_json(other.to_dict()))
     message = f"plans/{plan.plan_id} is of another extraction .* move that plan's folder out of the root"
     with pytest.raises(CatalogError, match=message):
         catalog.settled()
+
+
+@pytest.mark.parametrize("header", [b"", b"\xff" * 8, bytes(20), (2).to_bytes(8, "little") + b"{}"])
+def test_a_damaged_plan_whose_first_file_is_damaged_too_names_the_shard_to_withdraw(
+    catalog: Catalog, plan: PlanRecord, header: bytes
+) -> None:
+    extract(catalog, plan, [0, 1])
+    catalog.store.put(f"plans/{plan.plan_id}/plan.json", b"")
+    path = f"plans/{plan.plan_id}/data/00000/attempt-0/batch-00000.safetensors"
+    catalog.store.put(path, header + catalog.store.get(path)[len(header) :] if header else b"")
+    told = f"{path} .*withdraw them with `layertap void {catalog.store.uri} {plan.plan_id} 0` and"
+    with pytest.raises(IntegrityError, match=told):
+        catalog.settled()
+    catalog.void(plan.plan_id, 0, reason="a test")
+    assert len(catalog.settled().keys) == plan.shards[1].num_rows
 
 
 def test_plans_of_another_schema_stay_settled(catalog: Catalog, plan: PlanRecord) -> None:

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from layertap.catalog import Catalog, PlanRecord
+from layertap.catalog import Catalog
 from layertap.cli import main
 from layertap.dataset import Scan, TokenDataset
 from layertap.errors import CatalogError, IntegrityError, StoreRefusedError
 from layertap.fidelity import Fidelity
 from layertap.fidelity import record as record_check
 from layertap.garbage import find_garbage, old_versions
-from layertap.plan import PlanSettings, make_plan
-from layertap.resume import take_up
+from layertap.records import MEMORY
 from layertap.s3 import Bucket
 from layertap.store import Buffer, Store
 from layertap.verify import verify_root
@@ -34,9 +33,9 @@ from tests.stored import (
     extract,
     new_catalog,
     plan_for,
+    planned,
     publish,
     some_rows,
-    tokens_of,
     write_attempt,
 )
 
@@ -63,7 +62,7 @@ def test_only_tries_of_settled_shards_that_nothing_names_are_garbage(store: Stor
     garbage = find_garbage(store, older_than=NOW)
     assert garbage.reasons
     assert all("/00000/dead-0/" in path for path in garbage.reasons)
-    assert "layertap void" in garbage.notes[0]
+    assert garbage.notes[0].endswith(f"with `layertap void {store.uri} {plan.plan_id} 1`")
     assert not find_garbage(store).reasons, "young files may be in the making"
 
     garbage.delete()
@@ -73,15 +72,16 @@ def test_only_tries_of_settled_shards_that_nothing_names_are_garbage(store: Stor
     assert all("/00001/dead-1/" in path for path in find_garbage(store, older_than=NOW).reasons)
 
 
-def planned(dataset: TokenDataset, scan: Scan, catalog: Catalog) -> PlanRecord:
-    """As a run does: an unfinished plan of what isn't stored, or another one."""
-    chosen = scan.unique(settled=catalog.settled().final_keys)
-    settings = PlanSettings(max_batch_tokens=120, shard_tokens=300)
-    fingerprint = catalog.root().spec.fingerprint
-    plan = make_plan(
-        scan.keys[chosen], scan.num_tokens[chosen], spec_fingerprint=fingerprint, settings=settings
-    )
-    return take_up(catalog, plan, lambda k: tokens_of(dataset, plan, chosen, k), max_batch_bytes=10**6)
+def test_of_many_shards_the_first_are_named(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = new_catalog(folder_store)
+    plan = plan_for(*dataset_of(some_rows(20), tmp_path / "rows.parquet"), catalog)
+    for shard in (2, 0, 1):
+        write_attempt(catalog, claimed(catalog, plan, shard), attempt="dead")
+    monkeypatch.setattr("layertap.garbage.MAX_NAMED", 2)
+    (note,) = find_garbage(folder_store, older_than=NOW).notes
+    assert note.endswith(f"with `layertap void {folder_store.uri} {plan.plan_id} 0 1`, the first 2 of 3")
 
 
 def test_rows_of_a_plan_that_was_never_completed_go_once_they_are_withdrawn(
@@ -100,11 +100,46 @@ def test_rows_of_a_plan_that_was_never_completed_go_once_they_are_withdrawn(
     assert not garbage.reasons and "has no record, and rows of 2 shards" in garbage.notes[0]
     command = f"void {folder_store.uri} {plan_id} --all"
     assert f"`layertap {command}`" in garbage.notes[0]
-    assert CliRunner().invoke(main, command.split()).exit_code == 0
+    assert CliRunner().invoke(main, [*command.split(), "--withdraw"]).exit_code == 0
     assert not find_garbage(folder_store).reasons, "young ones stay"
     garbage = find_garbage(folder_store, older_than=NOW)
     assert (list(garbage.reasons), garbage.notes) == (rows, [])
     assert len(catalog.without_outcome(planned(*data, catalog).plan_id)) > 2, "who plans next begins anew"
+
+
+def test_of_a_plan_whose_record_is_gone_what_is_committed_counts_and_stays(
+    folder_store: Store, tmp_path: Path
+) -> None:
+    catalog = new_catalog(folder_store)
+    data = dataset_of(some_rows(20), tmp_path / "rows.parquet")
+    plan = plan_for(*data, catalog)
+    extract(catalog, plan, [0])
+    others = range(1, len(plan.shards))
+    folder_store.delete([f"plans/{plan.plan_id}/plan.json"])
+    assert len(catalog.settled().keys) == plan.shards[0].num_rows
+    (finding,) = verify_root(folder_store, num_rows=None).findings
+    assert finding.where == f"plans/{plan.plan_id}/plan.json" and "rows anew" in finding.way_out
+
+    garbage = find_garbage(folder_store, older_than=NOW)
+    numbers = " ".join(map(str, others))
+    assert not garbage.reasons
+    assert garbage.notes[0].endswith(f"`layertap void {folder_store.uri} {plan.plan_id} {numbers}`")
+    again = planned(*data, catalog)
+    assert again.plan_id != plan.plan_id
+    assert again.num_rows == sum(plan.shards[k].num_rows for k in others)
+    extract(catalog, again)
+    assert publish(catalog, *data).complete
+
+
+def test_a_plan_whose_record_is_gone_is_not_written_again(folder_store: Store, tmp_path: Path) -> None:
+    """Though the same rows are to be computed: its shards have their outcomes."""
+    catalog, data = new_catalog(folder_store), dataset_of(some_rows(1), tmp_path / "rows.parquet")
+    plan = plan_for(*data, catalog)
+    (key,) = catalog.shard_rows(plan.plan_id, 0).keys
+    extract(catalog, plan, refused=[key.tobytes()], fault=MEMORY)
+    folder_store.delete([f"plans/{plan.plan_id}/plan.json"])
+    again = planned(*data, catalog)
+    assert again.plan_id != plan.plan_id and catalog.without_outcome(again.plan_id) == [0]
 
 
 @pytest.mark.parametrize("are_withdrawn", [False, True])
@@ -274,14 +309,16 @@ def test_who_slept_while_rows_of_a_version_were_withdrawn_hears_of_it(
         publish(catalog, *second, parent=1)
 
 
-def test_uploads_that_nobody_ended_are_aborted_under_this_root_alone(s3_store: Store) -> None:
+def test_uploads_that_nobody_ended_are_aborted_under_this_root_and_by_layertap_s_names_alone(
+    s3_store: Store,
+) -> None:
     new_catalog(s3_store)
     bucket = s3_store._root
     client = bucket._client_of_process()  # type: ignore[union-attr]
     name = bucket.settings.bucket  # type: ignore[union-attr]
     prefix = bucket.settings.prefix  # type: ignore[union-attr]
-    stranger = f"elsewhere-{secrets.token_hex(4)}/data"
-    for key in (f"{prefix}/plans/p/data/00000/a/batch-00000.safetensors", stranger):
+    others = [f"elsewhere-{secrets.token_hex(4)}/plans/data", f"{prefix}/a-bucket-s-other-data/plans/data"]
+    for key in (f"{prefix}/plans/p/data/00000/a/batch-00000.safetensors", *others):
         client.create_multipart_upload(Bucket=name, Key=key)
     garbage = find_garbage(s3_store, older_than=NOW)
     assert [upload.path for upload in garbage.uploads] == ["plans/p/data/00000/a/batch-00000.safetensors"]
@@ -290,8 +327,9 @@ def test_uploads_that_nobody_ended_are_aborted_under_this_root_alone(s3_store: S
     garbage.delete()
     also.delete()  # by another hand, of what is gone by now
     assert not find_garbage(s3_store, older_than=NOW).uploads
-    left = client.list_multipart_uploads(Bucket=name, Prefix=stranger)["Uploads"]
-    assert [upload["Key"] for upload in left] == [stranger]
+    for stranger in others:
+        left = client.list_multipart_uploads(Bucket=name, Prefix=stranger)["Uploads"]
+        assert [upload["Key"] for upload in left] == [stranger]
 
 
 def test_an_object_goes_beside_an_upload_of_its_path_that_may_not_be_aborted(
@@ -314,10 +352,12 @@ def test_an_object_goes_beside_an_upload_of_its_path_that_may_not_be_aborted(
 
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "abort", refuses)
-        garbage = find_garbage(s3_store, older_than=NOW)
-        garbage.delete()
+        done = CliRunner().invoke(main, ["gc", s3_store.uri, "--older-than", "0", "--delete"])
     assert not s3_store.exists(path)
-    assert any("Permission denied" in note and "lifecycle rule" in note for note in garbage.notes)
+    (note,) = [line for line in done.stdout.splitlines() if "upload stays" in line]
+    assert path in note and "Permission denied" in note and "lifecycle rule" in note
+    assert (done.exit_code, "deleted" in done.stdout.splitlines()) == (1, False)
+    assert "Error: 1 of 1 multipart uploads can't be aborted" in done.stderr
     left = find_garbage(s3_store, older_than=NOW)
     assert (list(left.reasons), [upload.path for upload in left.uploads]) == ([], [path])
     left.delete()

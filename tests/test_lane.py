@@ -87,6 +87,16 @@ def test_the_shard_of_a_dead_lane_is_taken_over(
     run.publish().check(0.0)
 
 
+def test_a_lane_finishes_a_plan_whose_record_is_damaged_meanwhile(
+    run: Run, folder_store: Store, plan_id: str, target: str, model: Any
+) -> None:
+    with opened(folder_store, plan_id, target, "lane-0") as lane:
+        folder_store.put(f"plans/{plan_id}/plan.json", b"")
+        assert not extract_in_threads(lane).failed
+    run.publish().check(0.0)
+    assert_read_back(folder_store, some_rows(60), model)
+
+
 def test_the_shard_of_a_lane_that_beats_is_left_alone(
     run: Run, plan_id: str, folder_store: Store, target: str, fast_beats: None
 ) -> None:

@@ -21,7 +21,16 @@ from layertap.store import Store
 from layertap.verify import verify_root
 from layertap.versions import Versions
 from layertap.watch import Watch
-from tests.stored import claimed, dataset_of, extract, new_catalog, plan_for, publish, some_rows
+from tests.stored import (
+    claimed,
+    dataset_of,
+    extract,
+    new_catalog,
+    plan_for,
+    planned,
+    publish,
+    some_rows,
+)
 
 pytestmark = pytest.mark.parametrize("rotten", [b"", b'{"lane":', b"\xff\xfe", b"{}"])
 
@@ -47,6 +56,34 @@ def catalog(folder_store: Store) -> Catalog:
 @pytest.fixture
 def plan(catalog: Catalog, tmp_path: Path) -> PlanRecord:
     return plan_for(*dataset_of(some_rows(20), tmp_path / "rows.parquet"), catalog)
+
+
+def test_of_a_plan_whose_record_is_damaged_what_is_committed_counts_and_the_rest_is_planned_anew(
+    catalog: Catalog, tmp_path: Path, rotten: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, data = catalog.store, dataset_of(some_rows(20), tmp_path / "rows.parquet")
+    plan = plan_for(*data, catalog)
+    extract(catalog, plan, [0, 1])
+    for number, lane in enumerate(("a", "b"), start=1):
+        catalog.fail(claimed(catalog, plan, 2, number, lane=lane), {"error": "ValueError: x", "lane": lane})
+    path = f"plans/{plan.plan_id}/plan.json"
+    store.put(path, rotten)
+
+    left = sum(shard.num_rows for shard in plan.shards[2:])
+    assert len(catalog.settled().keys) == plan.num_rows - left
+    assert f"what it has committed counts, the rest is planned anew: {path} is damaged" in caplog.text
+    assert read_failures(catalog) == [], "nobody will try them again under this plan"
+    shown = CliRunner().invoke(main, ["status", store.uri])
+    assert shown.exit_code == 0 and "its record is damaged" in " ".join(shown.output.split())
+    again = planned(*data, catalog)
+    assert (again.num_rows, again.plan_id == plan.plan_id) == (left, False)
+    extract(catalog, again)
+    assert publish(catalog, *data).complete
+    assert len(list(HiddenStates(store))) == 20
+    assert not find_garbage(store, older_than=timedelta(0)).reasons
+    (finding,) = verify_root(store, num_rows=None).findings
+    assert finding.where == path
+    assert "counts as before" in finding.way_out and "void" not in finding.way_out
 
 
 def test_of_a_lane_whose_claim_is_damaged_nothing_is_told_and_the_others_are_seen(

@@ -1,5 +1,7 @@
 """The commands that show what a root holds: `inspect`, `status`."""
 
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,13 +92,22 @@ def _show_plans(catalog: "Catalog") -> None:
     table = empty_table("plan", "rows", "tokens", "done", "shards")
     plan_ids = catalog.plans()
     for plan_id in plan_ids:
-        seen = Watch(catalog, catalog.plan(plan_id)).poll()
-        shards = ", ".join(f"{count:,} {state}" for state, count in sorted(seen.shards_by_state.items()))
+        plan = catalog.find_plan(plan_id)
+        if plan is None:
+            states = Counter(map(str, catalog.states(plan_id).values()))
+            table.add_row(plan_id, "", "", "", f"its record is damaged; {_counted(states) or 'none begun'}")
+            continue
+        seen = Watch(catalog, plan).poll()
+        shards = _counted(seen.shards_by_state)
         table.add_row(plan_id, f"{seen.num_rows:,}", f"{seen.num_tokens:,}", f"{seen.percent:.1f}%", shards)
     Console(highlight=False).print(table)
     for plan_id in plan_ids:
         if records := lane_records(catalog.store, plan_id):
             click.echo(f"plan {plan_id}, lanes of its last run: {bottleneck_of(records)}")
+
+
+def _counted(states: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {state}" for state, count in sorted(states.items()))
 
 
 def _show_lanes(catalog: "Catalog", plan_id: str) -> None:

@@ -1,10 +1,11 @@
 """The commands that look after a root: `verify`, `void`, `gc`, `prune`."""
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
-from layertap.errors import InputError
+from layertap.errors import InputError, IntegrityError
 
 if TYPE_CHECKING:
     from layertap.catalog import Catalog
@@ -56,8 +57,11 @@ def verify(
 @click.argument("shards", metavar="[SHARD]...", type=click.IntRange(min=0), nargs=-1)
 @click.option("--all", "all_shards", is_flag=True, help="Every shard of the plan.")
 @click.option("--reason", default="withdrawn by hand", show_default=True)
-def void(root: str, plan_id: str, shards: tuple[int, ...], all_shards: bool, reason: str) -> None:
-    """Withdraw shards of a PLAN of ROOT, so that the next run computes their rows again.
+@click.option("--withdraw", is_flag=True, help="Withdraw them; without, it is only said what they hold.")
+def void(
+    root: str, plan_id: str, shards: tuple[int, ...], all_shards: bool, reason: str, withdraw: bool
+) -> None:
+    """Say what shards of a PLAN of ROOT hold, or withdraw them: the next run computes their rows again.
 
     Their files stay until `gc`; versions that name them keep them.
     """
@@ -66,10 +70,33 @@ def void(root: str, plan_id: str, shards: tuple[int, ...], all_shards: bool, rea
 
     catalog = Catalog(Store.open(root))
     catalog.root()
-    for shard in _chosen(catalog, plan_id, shards, all_shards):
+    chosen = _chosen(catalog, plan_id, shards, all_shards)
+    click.echo(_told(catalog, plan_id, chosen))
+    if not withdraw:
+        return click.echo("Nothing was withdrawn: add --withdraw to do it.")
+    for shard in chosen:
         catalog.void(plan_id, shard, reason=reason)
         click.echo(f"withdrawn: shard {shard} of plan {plan_id}")
     click.echo("Start the run again to compute their rows anew.")
+
+
+def _told(catalog: "Catalog", plan_id: str, shards: list[int]) -> str:
+    """What would have to be computed again."""
+    from layertap.background import at_once
+
+    committed = sorted({*shards} & {*catalog.committed(plan_id)})
+    stored = at_once(lambda shard: _num_stored(catalog, plan_id, shard), committed).values()
+    rotten = f", and {count} whose records are damaged" if (count := [*stored].count(None)) else ""
+    return (
+        f"{len(shards):,} shards of plan {plan_id}: {len(committed):,} are committed, "
+        f"with {sum(filter(None, stored)):,} rows stored{rotten}"
+    )
+
+
+def _num_stored(catalog: "Catalog", plan_id: str, shard: int) -> int | None:
+    with suppress(IntegrityError):
+        return catalog.outcome(plan_id, shard).num_rows
+    return None
 
 
 def _chosen(catalog: "Catalog", plan_id: str, shards: tuple[int, ...], all_shards: bool) -> list[int]:
