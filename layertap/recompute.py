@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.catalog import Catalog
-from layertap.errors import IntegrityError, StoreError
+from layertap.errors import IntegrityError, NotFoundError
 from layertap.gpu_caches import one_compiles
 from layertap.host import find_device
 from layertap.store import Buffer, Store
@@ -109,7 +109,7 @@ class _Comparison:
 
     def _read(self, file: StoredFile, row: StoredRow) -> Buffer | None:
         """The row's bytes; None if they aren't those that were written, in two tries."""
-        with suppress(StoreError, IntegrityError):
+        with suppress(NotFoundError, IntegrityError):
             for _ in range(2):
                 data = self._store.get_range(file.path, row.offset, row.nbytes)
                 if wrong_row(row, data, self._target.spec) is None:

@@ -3,6 +3,7 @@
 Everything is read back from the store; nothing is written. What is found wrong is named with the way out.
 """
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from layertap.catalog import Catalog, PlanRecord
-from layertap.errors import CatalogError, IntegrityError, NotFoundError, StoreError
+from layertap.errors import CatalogError, IntegrityError, NotFoundError
 from layertap.keys import KEY_BYTES, keys_of, keys_xor
 from layertap.records import Outcome
 from layertap.report import MAX_TABLE_ROWS
@@ -130,6 +131,7 @@ def verify_root(
     Raises:
         CatalogError, IntegrityError: there is no root, or its own record is damaged.
         TargetError: the target can't be loaded here, or isn't the one of the root.
+        StoreError: the store is away or refuses; that says nothing of what it holds.
     """
     verifier = _Verifier(store)
     named = verifier.check_versions()  # before the outcomes: those that it names are there by now
@@ -167,6 +169,7 @@ class _Verifier:
         self.catalog = Catalog(store)
         self.spec = self.catalog.root().spec
         self.report = Verification(uri=store.uri)
+        self._lock = threading.Lock()
 
     def _find(self, where: str, problem: object, way: str) -> None:
         text = str(problem).removesuffix(f". {way}")
@@ -290,7 +293,7 @@ class _Verifier:
             self.report.num_records += 1
             try:
                 files.check(name)
-            except (StoreError, IntegrityError) as error:
+            except (NotFoundError, IntegrityError) as error:
                 self._find(f"target/{name}", error, way)
 
     def check_whole(self, file: StoredFile) -> None:
@@ -305,13 +308,14 @@ class _Verifier:
         """Name what is wrong with a file whenever it is read: bytes may be damaged on their way, once."""
         try:
             found = wrong(file) and wrong(file)
-        except StoreError as error:
+        except NotFoundError as error:  # any other error is the store's, and says nothing of the file
             return self._find(file.path, error, file.way_out)
         for where, problem in found:
             self._find(where, problem, file.way_out)
-        self.report.num_files += 1
-        self.report.num_rows += len(file.drawn)
-        self.report.num_bytes += num_bytes
+        with self._lock:
+            self.report.num_files += 1
+            self.report.num_rows += len(file.drawn)
+            self.report.num_bytes += num_bytes
 
     def _wrong_whole(self, file: StoredFile) -> list[Wrong]:
         data, found = self.store.get(file.path), list[Wrong]()

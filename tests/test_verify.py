@@ -1,7 +1,9 @@
 """A root is read back: the sound one is found sound, each damage is named with a way out that works."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ from layertap import HiddenStates
 from layertap.catalog import Catalog
 from layertap.cli import main
 from layertap.coordinator import Run
-from layertap.errors import IntegrityError
+from layertap.errors import IntegrityError, StoreRefusedError
+from layertap.object_server import ObjectServer
 from layertap.records import from_json, to_json
 from layertap.store import Buffer, Store, checksum
 from layertap.target import Target
 from layertap.verify import verify_root
 from layertap.versions import Versions
 from tests.models import saved, tiny_llama
+from tests.proxy import Faults, Proxy
 from tests.runs import assert_read_back, run_lane, save_rows, settings_for
 from tests.runs import some_rows as distinct_rows
 from tests.stored import dataset_of, extract, new_catalog, plan_for, publish, some_rows
@@ -27,6 +31,10 @@ from tests.stored import dataset_of, extract, new_catalog, plan_for, publish, so
 
 @pytest.fixture
 def catalog(store: Store, tmp_path: Path) -> Catalog:
+    return extracted(store, tmp_path)
+
+
+def extracted(store: Store, tmp_path: Path) -> Catalog:
     """A root with one plan of several shards, all committed, a row refused, and a version."""
     catalog = new_catalog(store)
     dataset, scan = dataset_of(some_rows(20), tmp_path / "rows.parquet")
@@ -256,6 +264,19 @@ def test_bytes_damaged_on_their_way_once_are_no_finding(
     monkeypatch.setattr(Store, "get_range", once_damaged(Store.get_range))
     verify_root(catalog.store, num_rows=num_rows).check()
     assert read
+
+
+@pytest.mark.parametrize("num_rows", [None, 1000])
+def test_a_store_that_refuses_says_nothing_of_what_it_holds(
+    s3_store: Store, object_server: ObjectServer, tmp_path: Path, num_rows: int | None
+) -> None:
+    extracted(s3_store, tmp_path)
+    with Proxy(object_server.ports.s3, Faults(forbidden=re.compile("GET .*batch-"))).running() as proxy:
+        bucket, _, prefix = s3_store.uri.removeprefix("s3://").partition("/")
+        settings = object_server.settings(bucket, prefix)
+        refusing = Store.s3(replace(settings, endpoint_url=proxy.endpoint_url), object_server.session())
+        with pytest.raises(StoreRefusedError, match="batch-.*AccessDenied"):
+            verify_root(refusing, num_rows=num_rows)
 
 
 @pytest.fixture(scope="module")
