@@ -263,15 +263,26 @@ def test_inspect_shows_a_batch_a_shard_and_a_version(target: str, tokens: Path, 
     assert unknown.exit_code == 2 and f"no plan 'abc'; plans there: {run.plan.plan_id}" in unknown.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("status", "{root}"),
+        ("verify", "{root}"),
+        ("void", "{root}", "plan", "0"),
+        ("gc", "{root}"),
+        ("prune", "{root}", "--keep-versions", "1"),
+    ],
+)
 def test_a_root_of_the_embedded_stack_is_reached_by_its_folder(
-    object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
 ):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "objects").symlink_to(object_server.folder)
-    found = invoke("status", "s3://layertap-tests/nothing-here", "--state", tmp_path)
+    arguments = [word.format(root="s3://layertap-tests/nothing-here") for word in command]
+    found = invoke(*arguments, "--state", tmp_path)
     assert "s3://layertap-tests/nothing-here holds no extraction" in found.stderr
-    stopped = invoke("status", "s3://b/x", "--state", tmp_path / "other")
+    stopped = invoke(*arguments, "--state", tmp_path / "other")
     assert stopped.exit_code == 2 and "no object server runs from" in stopped.stderr
 
 

@@ -1,10 +1,12 @@
 """The commands that look after a root: `verify`, `void`, `gc`, `prune`."""
 
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from layertap.commands.options import state_option
 from layertap.errors import InputError, IntegrityError
 
 if TYPE_CHECKING:
@@ -23,8 +25,15 @@ root_argument = click.argument("root")
 @click.option(
     "--recompute", type=click.IntRange(min=1), default=8, show_default=True, help="Rows to compute again."
 )
+@state_option
 def verify(
-    root: str, rows: int, all_rows: bool, target: str | None, revision: str | None, recompute: int
+    root: str,
+    state: Path | None,
+    rows: int,
+    all_rows: bool,
+    target: str | None,
+    revision: str | None,
+    recompute: int,
 ) -> None:
     """Read ROOT back and say what isn't as it was written.
 
@@ -32,11 +41,11 @@ def verify(
     their checksums and extraction keys, and that the states are finite and not the same everywhere. With
     --all the checksums of whole files are checked too. The exit code is 1 if anything is wrong.
     """
-    from layertap.store import Store
+    from layertap.object_server import open_root
     from layertap.verify import verify_root
 
     report = verify_root(
-        Store.open(root),
+        open_root(root, state),
         num_rows=None if all_rows else rows,
         target=target,
         revision=revision,
@@ -58,17 +67,24 @@ def verify(
 @click.option("--all", "all_shards", is_flag=True, help="Every shard of the plan.")
 @click.option("--reason", default="withdrawn by hand", show_default=True)
 @click.option("--withdraw", is_flag=True, help="Withdraw them; without, it is only said what they hold.")
+@state_option
 def void(
-    root: str, plan_id: str, shards: tuple[int, ...], all_shards: bool, reason: str, withdraw: bool
+    root: str,
+    state: Path | None,
+    plan_id: str,
+    shards: tuple[int, ...],
+    all_shards: bool,
+    reason: str,
+    withdraw: bool,
 ) -> None:
     """Say what shards of a PLAN of ROOT hold, or withdraw them: the next run computes their rows again.
 
     Their files stay until `gc`; versions that name them keep them.
     """
     from layertap.catalog import Catalog
-    from layertap.store import Store
+    from layertap.object_server import open_root
 
-    catalog = Catalog(Store.open(root))
+    catalog = Catalog(open_root(root, state))
     catalog.root()
     chosen = _chosen(catalog, plan_id, shards, all_shards)
     click.echo(_told(catalog, plan_id, chosen))
@@ -125,7 +141,8 @@ delete_option = click.option("--delete", is_flag=True, help="Delete it; without,
     help="Hours since the last change, so that nothing goes that is being written.",
 )
 @delete_option
-def gc(root: str, hours: float, delete: bool) -> None:
+@state_option
+def gc(root: str, state: Path | None, hours: float, delete: bool) -> None:
     """List what crashed lanes left in ROOT and nothing names any more, or delete it.
 
     Files of tries that were not committed, once their shard has an outcome or is withdrawn; rows of withdrawn
@@ -135,24 +152,25 @@ def gc(root: str, hours: float, delete: bool) -> None:
     from datetime import timedelta
 
     from layertap.garbage import find_garbage
-    from layertap.store import Store
+    from layertap.object_server import open_root
 
-    _show(find_garbage(Store.open(root), older_than=timedelta(hours=hours)), delete)
+    _show(find_garbage(open_root(root, state), older_than=timedelta(hours=hours)), delete)
 
 
 @click.command()
 @root_argument
 @click.option("--keep-versions", "num_kept", type=click.IntRange(min=1), required=True, help="How many stay.")
 @delete_option
-def prune(root: str, num_kept: int, delete: bool) -> None:
+@state_option
+def prune(root: str, state: Path | None, num_kept: int, delete: bool) -> None:
     """List the versions of ROOT older than the newest few, with their tables and checks, or delete them.
 
     The newest complete one stays too. Hidden states stay where an outcome names them; `gc` takes the others.
     """
     from layertap.garbage import old_versions
-    from layertap.store import Store
+    from layertap.object_server import open_root
 
-    _show(old_versions(Store.open(root), num_kept=num_kept), delete)
+    _show(old_versions(open_root(root, state), num_kept=num_kept), delete)
 
 
 def _show(garbage: "Garbage", delete: bool) -> None:
