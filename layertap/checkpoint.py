@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layertap.checksums import CHUNK_BYTES
 from layertap.target_info import WEIGHTS_INDEX, Backbone
-
-CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Self
 Buffer = bytes | bytearray | memoryview
 
 CHUNK_BYTES = 32 << 20
+"""What is read of a file at a time."""
 
 
 @dataclass(frozen=True)

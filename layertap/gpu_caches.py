@@ -44,7 +44,7 @@ def use_caches(device: torch.device) -> None:
 
 @contextmanager
 def one_compiles(device: torch.device) -> Iterator[None]:
-    """Let one process of this host compile or tune first; those that wait go on together, with what it left.
+    """Let one process of this host compile first; those that wait go on together, with what it left.
 
     On a CPU, for which nothing is kept, nobody waits.
     """

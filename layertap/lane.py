@@ -392,7 +392,7 @@ class Lane:
 
     def _end_wedged(self, reason: str) -> None:
         """Record what hangs, give the rest back, and end the process: its shards may be claimed at once."""
-        log.critical("%s: %s", device_name(self.device), reason)
+        log.critical("%s: %s", self.device, reason)  # the device's name may be asked of the device
         in_hand = dict(self._held)
         hung = blamed({shard: held.clock for shard, held in in_hand.items()})
         for shard, held in in_hand.items():

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from layertap.compiled import allow_variants, compile_layers
 from layertap.errors import SelfCheckError, TargetError
-from layertap.gpu_caches import one_compiles, use_caches
+from layertap.gpu_caches import use_caches
 from layertap.kernels import keep_gpu_kernels_out, kernels_in_use, refuse_gpu_kernels, refuse_slow_kernels
 from layertap.spec import DTypeName, ExtractionSpec
 from layertap.target_info import (
@@ -284,9 +284,8 @@ class Target:
         if self.device.type == "cuda":
             # cuDNN's attention is planned anew for each shape, 50 ms and more; a plan has thousands of shapes
             torch.backends.cuda.enable_cudnn_sdp(False)
-            ids_BT = torch.zeros(TUNING_SHAPE, dtype=torch.int64, device=self.device)
-            with one_compiles(self.device):
-                self._backbone.module(input_ids=ids_BT)
+            # lanes that start together tune beside one another: none has to wait for another's GPU
+            self._backbone.module(input_ids=torch.zeros(TUNING_SHAPE, dtype=torch.int64, device=self.device))
 
     @torch.inference_mode()
     def _plain_states(self) -> list[Tensor]:

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from layertap.checkpoint import CHUNK_BYTES, Checkpoint, StoredTensor, embedding_name, head_names
-from layertap.checksums import file_checksum
+from layertap.checkpoint import Checkpoint, StoredTensor, embedding_name, head_names
+from layertap.checksums import CHUNK_BYTES, file_checksum
 from layertap.errors import AlreadyExistsError, CatalogError, IntegrityError, NotFoundError, TargetError
 from layertap.folder import replacing
 from layertap.norms import FinalNorm, identify_norm

@@ -322,6 +322,8 @@ def test_a_host_that_no_name_server_knows_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr("layertap.store_check.BRIEF", {**BRIEF, "retry_timeout": timedelta(milliseconds=1)})
     mistyped = _with(s3_store, object_server, endpoint_url="http://object-store.invalid:8333")
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    monkeypatch.setattr("socket.getaddrinfo", Mock(side_effect=unknown))  # whatever this one says
     with pytest.raises(StoreRefusedError, match=r"No name server knows object-store\.invalid: correct"):
         check_store(mistyped)
     unsure = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
