@@ -181,8 +181,10 @@ class Catalog:
         return read_record(path, self.store.get(path), PlanRecord.from_dict)
 
     def find_plan(self, plan_id: str) -> PlanRecord | None:
-        """A plan's record, as `plan`; None with a warning if it was damaged."""
-        return read_told(self.store, f"plans/{plan_id}/plan.json", PlanRecord.from_dict)
+        """A plan's record, as `plan`; None if it has another schema or, with a warning, if it was damaged."""
+        with suppress(FormatError):  # of another layertap: its lanes will finish it, or nobody
+            return read_told(self.store, f"plans/{plan_id}/plan.json", PlanRecord.from_dict)
+        return None
 
     def plan_spec(self, plan_id: str) -> str:
         """Fingerprint of the spec that a plan, of whatever schema, is for."""

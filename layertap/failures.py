@@ -150,7 +150,7 @@ def _read_all(catalog: Catalog, failed: Mapping[str, _Statuses]) -> list[ShardFa
 
 def _of_plan(catalog: Catalog, plan_id: str, failed: _Statuses, settled: Settled) -> list[ShardFailure]:
     plan = catalog.find_plan(plan_id)
-    if plan is None:  # nobody goes on with it: the next run plans these rows anew
+    if plan is None:  # this layertap doesn't go on with it: the next run plans these rows anew
         return []
 
     def read(shard: int) -> ShardFailure | None:

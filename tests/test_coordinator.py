@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from layertap import lane as lane_module
 from layertap import watch as watch_module
+from layertap.catalog import Catalog
 from layertap.cli import main
 from layertap.coordinator import Run
 from layertap.errors import (
@@ -27,6 +28,7 @@ from layertap.errors import (
     StoreRefusedError,
     TooManyRefusedError,
 )
+from layertap.failures import read_failures
 from layertap.plan import PlanSettings
 from layertap.preview import Preview
 from layertap.records import DATA, MEMORY, to_json
@@ -103,10 +105,22 @@ def test_the_rest_of_a_plan_of_another_schema_gets_a_plan_of_its_own(
     older = plan_id_of(Run.prepare(folder_store, settings))
     path = f"plans/{older}/plan.json"
     folder_store.put(path, to_json({**json.loads(folder_store.get(path)), "schema": 0}))
+    claim = Catalog(folder_store).claim(older, 0, 1, lane="older", details={})
+    assert claim is not None
+    Catalog(folder_store).fail(claim, {"lane": "older", "error": "ValueError: x"})
+
+    def is_left_alone() -> bool:
+        shown = CliRunner().invoke(main, ["status", folder_store.uri])
+        assert shown.exit_code == 0, shown.output
+        is_told = "of another schema or damaged; 1 waiting" in " ".join(shown.output.split())
+        return is_told and not read_failures(Catalog(folder_store))
+
+    assert is_left_alone()
     run = Run.prepare(folder_store, settings)
     assert plan_id_of(run) != older
     run_lane(folder_store, plan_id_of(run), target)
     run.publish().check(0.0)
+    assert is_left_alone()
     assert_read_back(folder_store, rows, model)
 
 

@@ -94,8 +94,8 @@ def _show_plans(catalog: "Catalog") -> None:
     for plan_id in plan_ids:
         plan = catalog.find_plan(plan_id)
         if plan is None:
-            states = Counter(map(str, catalog.states(plan_id).values()))
-            table.add_row(plan_id, "", "", "", f"its record is damaged; {_counted(states) or 'none begun'}")
+            counts = _counted(Counter(map(str, catalog.states(plan_id).values()))) or "none begun"
+            table.add_row(plan_id, "", "", "", f"of another schema or damaged; {counts}")
             continue
         seen = Watch(catalog, plan).poll()
         shards = _counted(seen.shards_by_state)
