@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from layertap.catalog import Catalog
 from layertap.dataset import BLOCK_TOKENS, Columns, Scan, TokenDataset
 from layertap.findings import Findings
+from layertap.host import host_name
 from layertap.plan import Estimate, Plan, PlanSettings, estimate, make_plan
 from layertap.progress import format_bytes
 from layertap.report import check_refused
@@ -104,8 +105,9 @@ class Preview:
             vocab_size=info.vocab_size, max_length=spec.max_length, too_long=settings.too_long
         )
         with found.noted():
-            way_out = (
+            way_out = (  # a dataset on S3 is a copy on this host by now, which goes when the dataset changes
                 "Mend the dataset, or raise max_refused_share. "
+                f"On host {host_name()}, until the dataset changes, "
                 f"`{settings.plan_command()}` shows more of them."
             )
             check_refused(scan.refused, dataset.num_rows, settings.max_refused_share, way_out)

@@ -29,6 +29,7 @@ from layertap.errors import (
     TooManyRefusedError,
 )
 from layertap.failures import read_failures
+from layertap.host import host_name
 from layertap.plan import PlanSettings
 from layertap.preview import Preview
 from layertap.records import DATA, MEMORY, to_json
@@ -275,7 +276,8 @@ def test_bad_rows_within_the_policy_are_named_and_beyond_it_refused_before_any_w
     rows = some_rows(30)
     rows[4] = {**rows[4], "input_ids": [1, 512, 3], "loss_mask": [0, 1, 1]}
     dataset = save_rows(rows, tmp_path / "rows")
-    beyond = r"1 of 30 rows are refused, above .* 1\.00%. Mend .*\n  row 4: [^\n]*512"
+    where = f"On host {host_name()}, until the dataset changes, `layertap plan"
+    beyond = rf"1 of 30 rows are refused, above .* 1\.00%. Mend .*{where} .*\n  row 4: [^\n]*512"
     with pytest.raises(TooManyRefusedError, match=beyond) as told:
         Run.prepare(folder_store, settings_for(dataset, target))
     assert re.search(r"refused: row 4: .*512", output_of_command_in(str(told.value)))
