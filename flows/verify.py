@@ -10,7 +10,7 @@ from prefect.states import Completed
 from flows import OPTIONS
 from flows.parameters import Verification
 from layertap.verify import verify_root
-from tasks.artifacts import VERIFICATION
+from tasks.artifacts import VERIFICATION, only_shown
 from tasks.storage import open_store
 
 
@@ -24,6 +24,7 @@ def verify(verification: Verification) -> State[Any]:
         revision=verification.revision or None,
         num_recomputed=verification.num_recomputed,
     )
-    create_markdown_artifact(report.markdown(), key=VERIFICATION, description="What was read back")
+    with only_shown():
+        create_markdown_artifact(report.markdown(), key=VERIFICATION, description="What was read back")
     report.check()
     return Completed(message=str(report))

@@ -12,10 +12,14 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import Artifact
 
+import flows.verify as verify_flow
+from flows.parameters import Verification
+from layertap.errors import IntegrityError
 from layertap.report import Report
 from layertap.store import Store
 from tasks.artifacts import PROGRESS, SHARDS, ProgressBoard, show_plan
 from tasks.speed import LANE, SPEED, LaneBoard, SpeedBoard
+from tests.stored import new_catalog
 from tests.test_dispatch import seen
 from tests.test_shards import lane_log
 
@@ -81,6 +85,21 @@ def test_a_server_that_is_away_is_shown_the_run_when_it_is_back(
         assert {key: artifact.id for key, artifact in shown().items()} == {
             key: artifact.id for key, artifact in first.items()
         }
+
+    in_a_run(show)
+
+
+@pytest.mark.parametrize("instead", [nobody_there, a_proxy_without_it])
+def test_verify_fails_with_its_findings_though_they_can_not_be_shown(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch, instead: Callable[..., httpx.Response]
+) -> None:
+    new_catalog(folder_store).store.put("plans/p/plan.json", b"damaged")
+    monkeypatch.setattr(verify_flow, "open_store", lambda storage, root: folder_store)
+
+    def show() -> None:
+        with monkeypatch.context() as patch, pytest.raises(IntegrityError, match="plans/p/plan.json"):
+            patch.setattr(PrefectHttpxSyncClient, "send", instead)
+            verify_flow.verify.fn(Verification(root="model/run"))
 
     in_a_run(show)
 
