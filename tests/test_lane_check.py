@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from layertap import lane_check
-from layertap.catalog import Catalog
+from layertap.catalog import PlanRecord, Root
 from layertap.coordinator import Run
 from layertap.errors import DeviceError, HostError, IntegrityError, NotReadyError, TargetError
 from layertap.host_memory import available_memory
@@ -31,13 +31,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def check(folder_store: Store, tmp_path: Path, target: str) -> Callable[..., torch.device]:
-    """What a lane does first; returns its device."""
+def needy(folder_store: Store, tmp_path: Path, target: str) -> tuple[PlanRecord, Root, Any]:
+    """What a lane's needs come from: a plan of 20 rows, its root and the target."""
     run = Run.prepare(folder_store, settings_for(save_rows(some_rows(20), tmp_path / "rows"), target))
+    assert run.plan is not None
+    return run.plan, run.catalog.root(), tiny_llama()
+
+
+@pytest.fixture
+def check(needy: tuple[PlanRecord, Root, Any], target: str) -> Callable[..., torch.device]:
+    """What a lane does first; returns its device."""
+    plan, root, _ = needy
 
     def checked(source: str = target) -> torch.device:
-        plan, root = run.plan, Catalog(folder_store).root()
-        assert plan is not None
         with checked_device(plan, root, source=source, revision=None, compiled=True) as device:
             return device
 
@@ -57,11 +63,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
 
 def test_what_a_lane_takes_grows_with_weights_slots_and_the_largest_batch(
-    folder_store: Store, tmp_path: Path, target: str
+    needy: tuple[PlanRecord, Root, Any],
 ) -> None:
-    run = Run.prepare(folder_store, settings_for(save_rows(some_rows(20), tmp_path / "rows"), target))
-    plan, root, model = run.plan, Catalog(folder_store).root(), tiny_llama()
-    assert plan is not None
+    plan, root, model = needy
     needs = Needs.of(plan, root, model)
     assert needs.weights == sum(p.numel() * p.element_size() for p in model.parameters())
     assert needs.num_slots == MAX_SLOTS  # so small a target fills them all in no time
@@ -76,11 +80,9 @@ def test_what_a_lane_takes_grows_with_weights_slots_and_the_largest_batch(
 
 
 def test_a_target_of_another_minor_format_is_reckoned_with_alike(
-    folder_store: Store, tmp_path: Path, target: str
+    needy: tuple[PlanRecord, Root, Any],
 ) -> None:
-    run = Run.prepare(folder_store, settings_for(save_rows(some_rows(20), tmp_path / "rows"), target))
-    plan, root, model = run.plan, Catalog(folder_store).root(), tiny_llama()
-    assert plan is not None
+    plan, root, model = needy
     told = {name: value for name, value in root.target.items() if value is not None} | {"added": 1}
     assert Needs.of(plan, dataclasses.replace(root, target=told), model) == Needs.of(plan, root, model)
     del told["num_parameters"]
