@@ -14,10 +14,11 @@ from layertap.errors import DatasetError, StoppedError
 from layertap.findings import Findings
 from layertap.host import host_name
 from layertap.pause import StorePause
+from layertap.plan import Plan
 from layertap.preview import Preview, RunSettings
 from layertap.records import now
 from layertap.report import Report, Work, put_missing_rows
-from layertap.resume import take_up
+from layertap.resume import find_unfinished, take_up
 from layertap.run_records import RunRecord, RunRecords
 from layertap.shard_table import put_shard_table
 from layertap.spec import FORMAT_VERSION
@@ -85,8 +86,7 @@ class Run:
         def outlast(operation: Callable[[], _T]) -> _T:
             return StorePause(store).outlast(operation, show)
 
-        rows = outlast(lambda: _missing(preview, catalog))
-        plan = preview.plan(rows)
+        rows, plan, unfinished = outlast(lambda: _to_compute(preview, catalog))
         record, cost = None, preview.estimate(plan)
         if settings.check_space:
             check_space(store, cost.data_bytes)
@@ -97,6 +97,7 @@ class Run:
                 lambda: take_up(
                     catalog,
                     plan,
+                    unfinished,
                     lambda k: preview.dataset.input_ids(int(rows[plan.rows[k]]))[: preview.spec.max_length],
                     max_batch_bytes=cost.max_batch_bytes,
                     shards=shards,
@@ -205,6 +206,23 @@ def _checked(store: Store, settings: RunSettings) -> tuple[Preview, int | None]:
         preview = Preview.make(settings)
     found.check()
     return preview, parent
+
+
+def _to_compute(preview: Preview, catalog: Catalog) -> tuple[NDArray[np.int64], Plan, PlanRecord | None]:
+    """The missing rows, a plan of them, and the unfinished plan that holds just these.
+
+    It looks again where that isn't found: lanes of an earlier run, who are still at work on it, may have
+    committed a shard between the two looks, and a new plan would compute again all that they have left.
+    """
+    rows = _missing(preview, catalog)
+    while True:
+        plan = preview.plan(rows)
+        unfinished = find_unfinished(catalog, plan) if len(rows) else None
+        if unfinished or not catalog.plans():
+            return rows, plan, unfinished
+        rows, before = _missing(preview, catalog), rows
+        if np.array_equal(rows, before):
+            return rows, plan, None
 
 
 def _missing(preview: Preview, catalog: Catalog) -> NDArray[np.int64]:

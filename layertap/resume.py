@@ -20,15 +20,38 @@ from layertap.watcher import Watcher
 log = logging.getLogger(__name__)
 
 
+def find_unfinished(catalog: Catalog, plan: Plan) -> PlanRecord | None:
+    """An existing plan whose shards without an outcome hold just the keys of `plan`.
+
+    Cutting the rest of an interrupted run anew would compute again what its surviving lanes have in hand.
+    """
+    for plan_id in catalog.plans():
+        try:
+            record = catalog.plan(plan_id)
+        except FormatError:  # of another layertap; its lanes will finish it, or nobody
+            continue
+        except IntegrityError as error:
+            log.warning("a plan is not gone on with: %s", error)
+            continue
+        if record.settings != plan.settings:
+            continue
+        left = [record.shards[k] for k in catalog.without_outcome(plan_id)]
+        xor = reduce(operator.xor, (int(shard.keys_xor, 16) for shard in left), 0)
+        if (sum(shard.num_rows for shard in left), xor) == (len(plan.keys), int(keys_xor(plan.keys), 16)):
+            return record
+    return None
+
+
 def take_up(
     catalog: Catalog,
     plan: Plan,
+    unfinished: PlanRecord | None,
     tokens: Callable[[int], NDArray[np.int32]],
     *,
     max_batch_bytes: int,
     shards: Collection[int] = (),
 ) -> PlanRecord:
-    """The unfinished plan that computes exactly these rows, its failed shards made to wait again, or `plan`.
+    """The plan a run works on: the unfinished one, its failed shards made to wait again, or `plan`.
 
     Rows that this plan stored before they were withdrawn, or refused for want of memory, get a new generation
     of it, whose shards nobody has settled.
@@ -36,6 +59,7 @@ def take_up(
     Args:
         catalog: of the root.
         plan: the rows to compute.
+        unfinished: what `find_unfinished` found of it.
         tokens: token ids of the plan's k-th row, as they are extracted.
         max_batch_bytes: data bytes of its largest batch file.
         shards: those whose failures are forgotten; none means all.
@@ -44,7 +68,7 @@ def take_up(
         InputError: the plan has none of `shards`.
         DatasetError: a row's tokens aren't those of its key: the dataset changed since it was scanned.
     """
-    record = _unfinished(catalog, plan)
+    record = unfinished
     if record is None:
         fresh = next(p for p in map(plan.again, count()) if not _is_spent(catalog, p.plan_id))
         record = catalog.put_plan(fresh, tokens, max_batch_bytes=max_batch_bytes)
@@ -72,25 +96,3 @@ def _is_spent(catalog: Catalog, plan_id: str) -> bool:
     except (FormatError, IntegrityError):
         return True
     return any(may_be_tried_again(row) for k in committed for row in catalog.outcome(plan_id, k).refused)
-
-
-def _unfinished(catalog: Catalog, plan: Plan) -> PlanRecord | None:
-    """An existing plan whose shards without an outcome hold just the keys of `plan`.
-
-    Cutting the rest of an interrupted run anew would compute again what its surviving lanes have in hand.
-    """
-    for plan_id in catalog.plans():
-        try:
-            record = catalog.plan(plan_id)
-        except FormatError:  # of another layertap; its lanes will finish it, or nobody
-            continue
-        except IntegrityError as error:
-            log.warning("a plan is not gone on with: %s", error)
-            continue
-        if record.settings != plan.settings:
-            continue
-        left = [record.shards[k] for k in catalog.without_outcome(plan_id)]
-        xor = reduce(operator.xor, (int(shard.keys_xor, 16) for shard in left), 0)
-        if (sum(shard.num_rows for shard in left), xor) == (len(plan.keys), int(keys_xor(plan.keys), 16)):
-            return record
-    return None

@@ -18,7 +18,7 @@ from layertap.dataset import Scan, TokenDataset
 from layertap.keys import key_array
 from layertap.plan import Plan, PlanSettings, make_plan
 from layertap.records import DATA, MEMORY
-from layertap.resume import take_up
+from layertap.resume import find_unfinished, take_up
 from layertap.spec import ExtractionSpec
 from layertap.staging import BatchLayout
 from layertap.store import Store, checksum, crc64nvme
@@ -86,7 +86,12 @@ def planned(dataset: TokenDataset, scan: Scan, catalog: Catalog) -> PlanRecord:
     plan = make_plan(
         scan.keys[chosen], scan.num_tokens[chosen], spec_fingerprint=fingerprint, settings=settings
     )
-    return take_up(catalog, plan, lambda k: tokens_of(dataset, plan, chosen, k), max_batch_bytes=10**6)
+    unfinished = find_unfinished(catalog, plan)
+
+    def tokens(k: int) -> NDArray[np.int32]:
+        return tokens_of(dataset, plan, chosen, k)
+
+    return take_up(catalog, plan, unfinished, tokens, max_batch_bytes=10**6)
 
 
 def tokens_of(dataset: TokenDataset, plan: Plan, chosen: NDArray[np.int64], k: int) -> NDArray[np.int32]:

@@ -10,9 +10,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from numpy.typing import NDArray
 
 from layertap import lane as lane_module
 from layertap import watch as watch_module
@@ -95,6 +97,29 @@ def test_an_interrupted_run_is_continued_not_cut_anew(
     assert second.catalog.outcome(plan_id, 0).attempt == kept
     second.publish().check(0.0)
     assert_read_back(folder_store, rows, model)
+
+
+def test_a_run_begun_while_lanes_commit_goes_on_with_their_plan(
+    folder_store: Store, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(save_rows(some_rows(60), tmp_path / "rows"), target)
+    first = Run.prepare(folder_store, settings)
+    plan_id = plan_id_of(first)
+    run_lane(folder_store, plan_id, target)
+    lost = [f"plans/{plan_id}/state/{k:05d}.outcome" for k in (1, 2)]
+    to_come = [bytes(folder_store.get(lost[0]))]
+    folder_store.delete(lost)  # as if lanes were still at work on these two shards
+    missing_in = Preview.missing_in
+
+    def missing_before_a_commit(preview: Preview, catalog: Catalog) -> NDArray[np.int64]:
+        missing = missing_in(preview, catalog)
+        if to_come:
+            folder_store.put(lost[0], to_come.pop())
+        return missing
+
+    monkeypatch.setattr(Preview, "missing_in", missing_before_a_commit)
+    second = Run.prepare(folder_store, settings)
+    assert second.catalog.plans() == [plan_id]
 
 
 def test_the_rest_of_a_plan_of_another_schema_gets_a_plan_of_its_own(

@@ -30,7 +30,7 @@ from layertap.errors import CatalogError, ClaimLostError, IntegrityError
 from layertap.garbage import find_garbage, old_versions
 from layertap.plan import PlanSettings, make_plan
 from layertap.records import MEMORY
-from layertap.resume import take_up
+from layertap.resume import find_unfinished, take_up
 from layertap.shard_state import ShardState
 from layertap.store import Buffer, Store
 from layertap.versions import Versions
@@ -203,6 +203,7 @@ class Protocol(RuleBasedStateMachine):
         self.plan = take_up(
             self.catalog,
             plan,
+            find_unfinished(self.catalog, plan),
             lambda k: tokens_of(self.dataset, plan, chosen, k),
             max_batch_bytes=10**6,
         )
