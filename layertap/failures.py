@@ -1,20 +1,25 @@
 """Shards that failed, as a person needs to see them: why, where, and how to try them again."""
 
+import logging
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from functools import cache
 from itertools import chain
 from typing import Any
 
 from layertap.background import at_once
 from layertap.catalog import Catalog, PlanRecord
-from layertap.errors import IntegrityError
+from layertap.errors import IntegrityError, StoreRefusedError
 from layertap.garbage import store_time
 from layertap.settled import Settled, way_out
 from layertap.shard_state import ShardState, ShardStatus, shard_state, unended_claims
+from layertap.store import Store
 from layertap.watch import Watch
 from layertap.watcher import BEAT_S, BEATS_TO_STALE
+
+log = logging.getLogger(__name__)
 
 HOPELESS = "failed for good"
 TRIED_AGAIN = "will be tried again"
@@ -88,14 +93,16 @@ def read_failures(
     """The failures that stand in a root: of shards without an outcome, since they were last retried.
 
     A shard of whose rows another plan has settled every one, as after a run with other settings, is left out.
-    Whether the lane that holds a shard lives is told by the age of its last beat.
+    Whether the lane that holds a shard lives is told by the age of its last beat: by the store's clock, which
+    takes a write, and with keys that may only read by this host's.
 
     Args:
         catalog: of the root.
         plans: of these plans; of all by default.
         shards: of these shards; of all by default.
     """
-    looked_at = {plan_id: _look(catalog, plan_id) for plan_id in (list(plans) or catalog.plans())}
+    now = cache(lambda: _time(catalog.store))
+    looked_at = {plan_id: _look(catalog, plan_id, now) for plan_id in (list(plans) or catalog.plans())}
     return _read_all(catalog, {p: _failed(statuses, shards) for p, statuses in looked_at.items()})
 
 
@@ -119,13 +126,22 @@ _Statuses = Mapping[int, ShardStatus]
 """Shard -> its status."""
 
 
-def _look(catalog: Catalog, plan_id: str) -> _Statuses:
+def _time(store: Store) -> datetime:
+    """The time of day by the store's clock, or by this host's where the store lets nobody write."""
+    try:
+        return store_time(store)
+    except StoreRefusedError as error:
+        log.warning("whether lanes live is told by this host's clock, for the store tells no time: %s", error)
+        return datetime.now(UTC)
+
+
+def _look(catalog: Catalog, plan_id: str, now: Callable[[], datetime]) -> _Statuses:
     """The statuses of the plan's shards of which there is a state object, at a single look."""
     snapshot = catalog.snapshot(plan_id)
     unended = {k: unended_claims(names) for k, names in sorted(snapshot.names.items())}
     stale: dict[int, set[int]] = {}
     if any(unended.values()):  # only then, for to ask the store for its time takes a write
-        before = store_time(catalog.store) - timedelta(seconds=BEATS_TO_STALE * BEAT_S)
+        before = now() - timedelta(seconds=BEATS_TO_STALE * BEAT_S)
         stale = {k: unended[k] for k, (_, claim) in snapshot.claims.items() if claim.modified_at < before}
     return {k: shard_state(snapshot.names[k], stale.get(k, ())) for k in unended}
 

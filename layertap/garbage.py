@@ -19,6 +19,7 @@ from layertap import fidelity
 from layertap.background import at_once
 from layertap.catalog import DATA_OBJECT, HAS_ENDED, SHARD_FILE, Catalog
 from layertap.errors import FormatError, IntegrityError, NotFoundError, StoreError, StoreRefusedError
+from layertap.settled import void_command
 from layertap.shard_state import ShardState
 from layertap.store import ObjectInfo, Store, Upload
 from layertap.versions import RECORD, Versions, files_of
@@ -72,6 +73,7 @@ class Garbage:
 
         Raises:
             StoreRefusedError: objects or uploads stay; says how many, which is the first of them, and why.
+            StoreError: the store is away; nothing more was tried.
         """
         records = {path for path in self.reasons if RECORD.fullmatch(path)}
         tables = {path for path in self.reasons if path.startswith("versions/") and path.endswith(".parquet")}
@@ -92,13 +94,13 @@ class Garbage:
                 f"rest is gone. The first of them: {open_uploads[0]}"
             )
 
-    def _abort_uploads(self) -> list[StoreError]:
+    def _abort_uploads(self) -> list[StoreRefusedError]:
         """Abort what the store lets go, note what stays, and return why."""
-        refusals = list[StoreError]()
+        refusals = list[StoreRefusedError]()
         for upload in self.uploads:
             try:
                 self.store.abort(upload)
-            except StoreError as error:
+            except StoreRefusedError as error:
                 refusals.append(error)
         self.notes += [f"a multipart upload stays ({error}): {LIFECYCLE_RULE}" for error in refusals]
         return refusals
@@ -194,11 +196,9 @@ def _add_tries(garbage: Garbage, catalog: Catalog, before: datetime, *, young: d
 
 def _void(store: Store, plan_id: str, shards: Collection[int] | None) -> str:
     """The command that withdraws shards, of many the first; None stands for all."""
-    if shards is None:
-        return f"`layertap void {store.uri} {plan_id} --all`"
-    named = " ".join(map(str, sorted(shards)[:MAX_NAMED]))
-    rest = f", the first {MAX_NAMED} of {len(shards):,}" if len(shards) > MAX_NAMED else ""
-    return f"`layertap void {store.uri} {plan_id} {named}`{rest}"
+    named = None if shards is None else sorted(shards)[:MAX_NAMED]
+    rest = f", the first {MAX_NAMED} of {len(shards):,}" if shards and len(shards) > MAX_NAMED else ""
+    return f"`{void_command(store.uri, plan_id, named)}`{rest}"
 
 
 def _uncommitted(catalog: Catalog, plan_id: str) -> list[_Try]:
@@ -233,11 +233,19 @@ def _add_rows(garbage: Garbage, catalog: Catalog, before: datetime) -> None:
                 elif state != ShardState.COMMITTED:
                     waiting.add(int(match[1]))
         if waiting:
-            them = waiting if ShardState.COMMITTED in states.values() else None
-            garbage.notes.append(
-                f"plan {plan_id} has no record, and rows of {len(waiting):,} shards. Start the run again, "
-                f"which may complete it, or withdraw them with {_void(store, plan_id, them)}"
-            )
+            garbage.notes.append(_about_rows(store, plan_id, waiting, {*states.values()}))
+
+
+def _about_rows(store: Store, plan_id: str, waiting: Collection[int], states: Collection[ShardState]) -> str:
+    """What to do about the rows of a plan without a record, which no run completes once a shard has ended."""
+    ways = "Start the run again, which may complete it, or withdraw them"
+    if any(state in HAS_ENDED for state in states):
+        ways = "Runs plan them anew: withdraw them"
+    them = waiting if ShardState.COMMITTED in states else None
+    return (
+        f"plan {plan_id} has no record, and rows of {len(waiting):,} shards. {ways} with "
+        f"{_void(store, plan_id, them)}"
+    )
 
 
 def _named(store: Store, young: datetime) -> set[str]:

@@ -1,6 +1,7 @@
 """Which rows of all plans are stored, and where, and which were refused, for good or until the next run."""
 
 import logging
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WITHDRAW = "withdraw them with `layertap void"
+WITHDRAW = "To compute its rows again, withdraw them with"
 
 _N = TypeVar("_N", np.int32, np.int64, np.uint64)
 
@@ -154,7 +155,13 @@ def read_index(store: Store, prefix: str, outcome: Outcome) -> pa.Table:
 
 def way_out(uri: str, plan_id: str, shard: int) -> str:
     """How the rows of a shard are computed again that can't be read any more."""
-    return f"To compute its rows again, {WITHDRAW} {uri} {plan_id} {shard}` and start the run again"
+    return f"{WITHDRAW} `{void_command(uri, plan_id, [shard])}` and start the run again"
+
+
+def void_command(uri: str, plan_id: str, shards: Iterable[int] | None) -> str:
+    """What withdraws shards of a plan, as a shell takes it; None stands for all of them."""
+    chosen = ["--all"] if shards is None else map(str, shards)
+    return shlex.join(["layertap", "void", uri, plan_id, *chosen, "--withdraw"])
 
 
 def says_way_out(error: str) -> bool:

@@ -1,6 +1,8 @@
 """A root filled without a target: states are a function of the token ids, everything else is real."""
 
 import hashlib
+import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -205,6 +207,13 @@ def extract(
 def publish(catalog: Catalog, dataset: TokenDataset, scan: Scan, *, parent: int | None = None) -> Version:
     """Publish what the catalog holds of the dataset."""
     return Versions(catalog.store).publish(dataset, scan, catalog.settled(), parent=parent)
+
+
+def printed_void(text: str) -> list[str]:
+    """The arguments of the command that withdraws shards, as a shell reads them from a message."""
+    found = re.search("`layertap (void .+?)`", text)
+    assert found, text
+    return shlex.split(found[1])
 
 
 def with_huge_masks(monkeypatch: pytest.MonkeyPatch, *, reason: str | None = None) -> None:

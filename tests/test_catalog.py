@@ -276,7 +276,7 @@ def test_a_damaged_plan_whose_first_file_is_damaged_too_names_the_shard_to_withd
     catalog.store.put(f"plans/{plan.plan_id}/plan.json", b"")
     path = f"plans/{plan.plan_id}/data/00000/attempt-0/batch-00000.safetensors"
     catalog.store.put(path, header + catalog.store.get(path)[len(header) :] if header else b"")
-    told = f"{path} .*withdraw them with `layertap void {catalog.store.uri} {plan.plan_id} 0` and"
+    told = f"{path} .*withdraw them with `layertap void {catalog.store.uri} {plan.plan_id} 0 --withdraw` and"
     with pytest.raises(IntegrityError, match=told):
         catalog.settled()
     catalog.void(plan.plan_id, 0, reason="a test")

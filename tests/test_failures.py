@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import threading
 import time
 from io import BytesIO
@@ -21,7 +22,7 @@ from deployments.run_commands import failures
 from layertap.catalog import Catalog, Claim
 from layertap.cli import main
 from layertap.coordinator import Run
-from layertap.errors import TooManyRefusedError
+from layertap.errors import StoreRefusedError, TooManyRefusedError
 from layertap.failures import (
     HOPELESS,
     TRIED_AGAIN,
@@ -41,11 +42,18 @@ from layertap.verify import verify_root
 from tasks.artifacts import FAILURES, show_failures
 from tests.models import saved, tiny_llama
 from tests.runs import run_lane, save_rows, settings_for, some_rows
+from tests.stored import printed_void
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(tiny_llama(), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def folder_store(tmp_path: Path) -> Store:
+    """A fresh root whose address a shell takes in quotes alone."""
+    return Store.folder(tmp_path / "my root")
 
 
 @pytest.fixture
@@ -120,17 +128,17 @@ def test_a_shard_whose_rows_are_damaged_fails_with_a_way_out_that_helps(
     run_lane(folder_store, plan_id_of(run), target)
     watch = run.watch()
     watch.poll()
-    command = f"void {folder_store.uri} {plan_id_of(run)} 0"
     report = run.publish(watch)
-    with pytest.raises(TooManyRefusedError, match=f"shard-00000.arrow.*with `layertap {command}`") as told:
+    with pytest.raises(TooManyRefusedError, match="shard-00000.arrow.*withdraw them with `") as told:
         report.check(0.0)
     shown = CliRunner().invoke(failures, [folder_store.uri])
     page = markdown(read_failures(run.catalog), folder_store.uri, at_most=5)
     assert shown.exit_code == 1 and "can't be read any more" not in shown.output, "its error says it"
     for text in (str(told.value), report.markdown(), shown.output, page):
-        assert command in text and "layertap retry" not in text and "Press Retry" not in text
+        assert printed_void(text) == ["void", folder_store.uri, plan_id_of(run), "0", "--withdraw"]
+        assert "layertap retry" not in text and "Press Retry" not in text
 
-    assert CliRunner().invoke(main, [*command.split(), "--withdraw"]).exit_code == 0
+    assert CliRunner().invoke(main, printed_void(str(told.value))).exit_code == 0
     again = Run.prepare(folder_store, run.preview.settings)
     run_lane(folder_store, plan_id_of(again), target)
     assert again.publish().version.complete
@@ -172,6 +180,33 @@ def test_the_command_tells_a_third_silent_death_from_a_lane_at_work_by_the_age_o
     told = CliRunner().invoke(failures, [folder_store.uri])
     assert told.exit_code == 1 and "failed for good, after 0 errors and 3 silent deaths" in told.output
     assert "layertap retry" in told.output
+
+
+def test_with_keys_that_may_only_read_this_host_s_clock_tells_it_for_all_plans_and_that_is_said(
+    run: Run,
+    folder_store: Store,
+    tmp_path: Path,
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    more = save_rows(some_rows(40, seed=1), tmp_path / "more")
+    for one in (run, Run.prepare(folder_store, settings_for(more, target))):
+        die_with(one, 2, "a", "b", "c")
+        beat = folder_store.local_path(f"plans/{plan_id_of(one)}/state/00002.claim-3")
+        assert beat is not None
+        os.utime(beat, (time.time() - 60, time.time() - 60))
+    asked = list[str]()
+
+    def refuses(self: Store, path: str, data: Any) -> None:
+        asked.append(path)
+        raise StoreRefusedError(f"can't put {path}: AccessDenied")
+
+    monkeypatch.setattr(Store, "put", refuses)
+    told = CliRunner().invoke(failures, [folder_store.uri])
+    assert told.exit_code == 1 and told.output.count("after 0 errors and 3 silent deaths") == 2
+    assert len(asked) == 1 and caplog.text.count("this host's clock") == 1
+    assert f"can't put {asked[0]}: AccessDenied" in caplog.text
 
 
 def test_a_retried_lane_finds_work_in_a_shard_that_took_three_lanes_away_though_the_last_died_just_now(
@@ -233,7 +268,7 @@ def test_the_command_tells_of_them_and_ends_with_status_1(run: Run, folder_store
     fail_on(run, 0, "a", "b")
     told = CliRunner().invoke(failures, [folder_store.uri])
     assert told.exit_code == 1
-    assert f"try them again: layertap retry {folder_store.uri}\n" in told.output
+    assert f"try them again: layertap retry {shlex.quote(folder_store.uri)}\n" in told.output
     assert "1 shards have failed, 1 of them for good" in told.output
     assert CliRunner().invoke(failures, [folder_store.uri, "--shards", "1"]).exit_code == 0
     assert "'x' is not a list of shards" in CliRunner().invoke(failures, ["x", "--shards", "x"]).output

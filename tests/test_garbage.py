@@ -5,7 +5,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timedelta, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from layertap.catalog import Catalog
 from layertap.cli import main
 from layertap.dataset import Scan, TokenDataset
-from layertap.errors import CatalogError, IntegrityError, StoreRefusedError
+from layertap.errors import CatalogError, IntegrityError, StoreError, StoreRefusedError
 from layertap.fidelity import Fidelity
 from layertap.fidelity import record as record_check
-from layertap.garbage import find_garbage, old_versions
+from layertap.garbage import Garbage, find_garbage, old_versions
 from layertap.records import MEMORY
 from layertap.s3 import Bucket
-from layertap.store import Buffer, Store
+from layertap.store import Buffer, Store, Upload
 from layertap.verify import verify_root
 from layertap.versions import Version, Versions
 from tests.actors import Actor
@@ -34,6 +34,7 @@ from tests.stored import (
     new_catalog,
     plan_for,
     planned,
+    printed_void,
     publish,
     some_rows,
     write_attempt,
@@ -62,7 +63,7 @@ def test_only_tries_of_settled_shards_that_nothing_names_are_garbage(store: Stor
     garbage = find_garbage(store, older_than=NOW)
     assert garbage.reasons
     assert all("/00000/dead-0/" in path for path in garbage.reasons)
-    assert garbage.notes[0].endswith(f"with `layertap void {store.uri} {plan.plan_id} 1`")
+    assert garbage.notes[0].endswith(f"with `layertap void {store.uri} {plan.plan_id} 1 --withdraw`")
     assert not find_garbage(store).reasons, "young files may be in the making"
 
     garbage.delete()
@@ -81,28 +82,31 @@ def test_of_many_shards_the_first_are_named(
         write_attempt(catalog, claimed(catalog, plan, shard), attempt="dead")
     monkeypatch.setattr("layertap.garbage.MAX_NAMED", 2)
     (note,) = find_garbage(folder_store, older_than=NOW).notes
-    assert note.endswith(f"with `layertap void {folder_store.uri} {plan.plan_id} 0 1`, the first 2 of 3")
+    assert printed_void(note) == ["void", folder_store.uri, plan.plan_id, "0", "1", "--withdraw"]
+    assert note.endswith("`, the first 2 of 3")
 
 
-def test_rows_of_a_plan_that_was_never_completed_go_once_they_are_withdrawn(
-    folder_store: Store, tmp_path: Path
-) -> None:
-    catalog = new_catalog(folder_store)
+def test_rows_of_a_plan_that_was_never_completed_go_once_they_are_withdrawn(tmp_path: Path) -> None:
+    store = Store.folder(tmp_path / "my root")
+    catalog = new_catalog(store)
     data = dataset_of(some_rows(20), tmp_path / "rows.parquet")
-    died = Actor(lambda store: plan_for(*data, Catalog(store)), Store.folder(folder_store.uri), WRITES)
+    died = Actor(lambda store: plan_for(*data, Catalog(store)), Store.folder(store.uri), WRITES)
     died.go_on(1 + 2)
     died.die()
-    (plan_id,) = folder_store.folders("plans")
-    rows = [info.path for info in folder_store.list("plans")]
+    (plan_id,) = store.folders("plans")
+    rows = [info.path for info in store.list("plans")]
     assert len(rows) == 2 and not catalog.plans()
 
-    garbage = find_garbage(folder_store, older_than=NOW)
-    assert not garbage.reasons and "has no record, and rows of 2 shards" in garbage.notes[0]
-    command = f"void {folder_store.uri} {plan_id} --all"
-    assert f"`layertap {command}`" in garbage.notes[0]
-    assert CliRunner().invoke(main, [*command.split(), "--withdraw"]).exit_code == 0
-    assert not find_garbage(folder_store).reasons, "young ones stay"
-    garbage = find_garbage(folder_store, older_than=NOW)
+    garbage = find_garbage(store, older_than=NOW)
+    (note,) = garbage.notes
+    assert not garbage.reasons and "has no record, and rows of 2 shards. Start the run again" in note
+    assert printed_void(note) == ["void", store.uri, plan_id, "--all", "--withdraw"]
+    catalog.void(plan_id, 0, reason="a test")
+    (note,) = find_garbage(store, older_than=NOW).notes
+    assert "rows of 1 shards. Runs plan them anew: withdraw" in note, "for nobody writes this plan again"
+    assert CliRunner().invoke(main, printed_void(note)).exit_code == 0
+    assert not find_garbage(store).reasons, "young ones stay"
+    garbage = find_garbage(store, older_than=NOW)
     assert (list(garbage.reasons), garbage.notes) == (rows, [])
     assert len(catalog.without_outcome(planned(*data, catalog).plan_id)) > 2, "who plans next begins anew"
 
@@ -121,9 +125,9 @@ def test_of_a_plan_whose_record_is_gone_what_is_committed_counts_and_stays(
     assert finding.where == f"plans/{plan.plan_id}/plan.json" and "rows anew" in finding.way_out
 
     garbage = find_garbage(folder_store, older_than=NOW)
-    numbers = " ".join(map(str, others))
-    assert not garbage.reasons
-    assert garbage.notes[0].endswith(f"`layertap void {folder_store.uri} {plan.plan_id} {numbers}`")
+    (note,) = garbage.notes
+    assert not garbage.reasons and "Start the run again" not in note, "no run completes it"
+    assert printed_void(note) == ["void", folder_store.uri, plan.plan_id, *map(str, others), "--withdraw"]
     again = planned(*data, catalog)
     assert again.plan_id != plan.plan_id
     assert again.num_rows == sum(plan.shards[k].num_rows for k in others)
@@ -362,6 +366,22 @@ def test_an_object_goes_beside_an_upload_of_its_path_that_may_not_be_aborted(
     assert (list(left.reasons), [upload.path for upload in left.uploads]) == ([], [path])
     left.delete()
     assert not find_garbage(s3_store, older_than=NOW).uploads
+
+
+def test_a_store_that_goes_away_is_asked_to_abort_no_further_upload(
+    s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    def is_away(self: Bucket, path: str, upload_id: str) -> None:
+        asked.append(path)
+        raise ConnectionError("nobody listens")
+
+    monkeypatch.setattr(Bucket, "abort", is_away)
+    garbage = Garbage(store=s3_store, uploads=[Upload(f"plans/{k}", "id", datetime.now(UTC)) for k in "abc"])
+    with pytest.raises(StoreError, match="can't abort the upload of .*/plans/a: nobody listens") as told:
+        garbage.delete()
+    assert (asked, type(told.value)) == (["plans/a"], StoreError), "another try of it all may help"
 
 
 @contextmanager

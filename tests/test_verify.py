@@ -26,7 +26,7 @@ from tests.models import saved, tiny_llama
 from tests.proxy import Faults, Proxy
 from tests.runs import assert_read_back, run_lane, save_rows, settings_for
 from tests.runs import some_rows as distinct_rows
-from tests.stored import dataset_of, extract, new_catalog, plan_for, publish, some_rows
+from tests.stored import dataset_of, extract, new_catalog, plan_for, printed_void, publish, some_rows
 
 
 @pytest.fixture
@@ -115,11 +115,11 @@ def test_damage_is_named_and_mended_by_the_way_out(
     assert all(f"/{shard:05d}" in finding.where for finding in report.findings)
     assert any(problem in str(finding) for finding in report.findings)
     (way_out,) = report.ways_out()
-    assert f"`layertap void {store.uri} {plan.plan_id} {shard}`" in way_out
+    assert printed_void(way_out) == ["void", store.uri, plan.plan_id, str(shard), "--withdraw"]
     with pytest.raises(IntegrityError, match="layertap void"):
         report.check()
 
-    catalog.void(plan.plan_id, shard, reason="a test")
+    assert CliRunner().invoke(main, printed_void(way_out)).exit_code == 0
     again = plan_for(dataset, scan, catalog)
     assert again.num_rows == plan.shards[shard].num_rows
     extract(catalog, again)
