@@ -196,11 +196,11 @@ class Catalog:
         return [p for p in self.store.folders("plans") if self.store.exists(f"plans/{p}/plan.json")]
 
     def shards(self, plan_id: str) -> list[int]:
-        """Numbers of a plan's shards, by their files if the plan's record can't be read; ascending."""
+        """Numbers of a plan's shards, by files and states if the plan's record can't be read; ascending."""
         with suppress(NotFoundError, IntegrityError, FormatError):
             return [*range(len(self.plan(plan_id).shards))]
         found = (SHARD_FILE.fullmatch(name) for name in self.store.names(f"plans/{plan_id}"))
-        return sorted(int(match[1]) for match in found if match)
+        return sorted({int(match[1]) for match in found if match} | {*self.snapshot(plan_id).names})
 
     def shard_rows(self, plan_id: str, shard: int, plan: PlanRecord | None = None) -> ShardRows:
         """The rows of a shard.

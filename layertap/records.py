@@ -21,6 +21,9 @@ from layertap.store import Store, checksum
 PLAN_SCHEMA = 1
 """Schema of plans; a lane works on no other."""
 
+RECORD_CHECKSUM = "record_checksum"
+"""The field of a record that holds the checksum of all others."""
+
 MAX_INT32 = 2**31 - 1
 
 DATA, MEMORY = "data", "memory"
@@ -39,12 +42,19 @@ def now(timespec: str = "seconds") -> str:
 
 
 def to_json(values: Mapping[str, Any]) -> bytes:
-    """A record's bytes."""
-    return json.dumps(values, indent=1).encode()
+    """A record's bytes, with the checksum of its other fields: a flipped bit may leave it valid JSON."""
+    others = {name: value for name, value in values.items() if name != RECORD_CHECKSUM}
+    return json.dumps({**others, RECORD_CHECKSUM: _checksum_of(others)}, indent=1).encode()
+
+
+def _checksum_of(values: Mapping[str, Any]) -> str:
+    """Of the values as JSON reads them, however they were laid out."""
+    read = json.loads(json.dumps(values))
+    return checksum(json.dumps(read, sort_keys=True, separators=(",", ":")).encode())
 
 
 def from_json(path: str, data: bytes) -> dict[str, Any]:
-    """The inverse of `to_json`.
+    """The values of a JSON object.
 
     Raises:
         IntegrityError: no JSON object; records are written whole, so something else damaged it.
@@ -62,10 +72,15 @@ def read_record(path: str, data: bytes, parse: Callable[[dict[str, Any]], _R]) -
     """A record from its bytes.
 
     Raises:
-        IntegrityError: no JSON object, or it lacks a field; names the path, and the field.
+        IntegrityError: no JSON object, not the values that were written, or it lacks a field; names the path,
+            and the field.
         FormatError: from `parse`.
     """
-    return parsed(path, from_json(path, data), parse)
+    values = from_json(path, data)
+    written = values.pop(RECORD_CHECKSUM, None)  # older records have none
+    if written is not None and written != (found := _checksum_of(values)):
+        raise IntegrityError(f"{path} is damaged: its fields have the checksum {found}, but were {written}")
+    return parsed(path, values, parse)
 
 
 def parsed(path: str, values: dict[str, Any], parse: Callable[[dict[str, Any]], _R]) -> _R:

@@ -105,7 +105,7 @@ def store_target(store: Store, target: Target) -> None:
         files[_file_of(part)] = _put(store, _file_of(part), tensor.chunks)
     index = {tensor.name: _file_of(part) for part, tensor in parts.items()}
     total = sum(tensor.nbytes for tensor in parts.values())
-    index_json = to_json({"metadata": {"total_size": total}, "weight_map": index})
+    index_json = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1).encode()
     files[WEIGHTS_INDEX] = _put_bytes(store, WEIGHTS_INDEX, index_json)
     norm = _identify(target, parts, missing)
     tensors = {part: _describe(part, tensor) for part, tensor in parts.items()}

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from layertap.errors import (
     SpecMismatchError,
 )
 from layertap.keys import keys_xor
-from layertap.records import DATA, MEMORY, to_json
+from layertap.records import DATA, MEMORY, read_record, to_json
 from layertap.shard_state import ShardState, shard_state
 from layertap.store import Store
+from layertap.verify import verify_root
 from layertap.versions import Versions
 from layertap.watcher import Watcher
 from tests.stored import (
@@ -648,3 +650,45 @@ def test_a_create_of_another_kind_is_not_swallowed(catalog: Catalog, plan: PlanR
         catalog.commit(claim, write_attempt(catalog, claim))
     with pytest.raises(AlreadyExistsError):
         catalog.store.create(f"plans/{plan.plan_id}/state/00000.outcome", b"{}")
+
+
+def test_a_flipped_bit_in_a_record_is_found_or_changes_no_field() -> None:
+    values = {
+        "plan_id": "3f",
+        "max_batch_bytes": 509_668,
+        "shards": ({"num_rows": 7},),
+        "by": {10: 0.1, 9: None},
+    }
+    data, found = to_json(values), 0
+    assert read_record("plan.json", data, dict) == json.loads(json.dumps(values))
+    for k in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[k // 8] ^= 1 << k % 8
+        try:
+            read = read_record("plan.json", bytes(damaged), dict)
+        except IntegrityError:
+            found += 1
+        else:
+            assert {name: read[name] for name in values} == json.loads(json.dumps(values))
+    assert found > 6 * len(data)
+
+
+@pytest.mark.parametrize(("record", "field"), [("plan.json", "max_batch_bytes"), ("00000.outcome", "claim")])
+def test_a_record_with_another_digit_is_a_finding_with_a_way_out(
+    catalog: Catalog, tmp_path: Path, record: str, field: str
+) -> None:
+    plan = plan_for(*dataset_of(some_rows(20), tmp_path / "rows.parquet"), catalog)
+    extract(catalog, plan)
+    path = f"plans/{plan.plan_id}/{record if record == 'plan.json' else f'state/{record}'}"
+    text = bytes(catalog.store.get(path)).decode()
+    catalog.store.put(path, re.sub(f'("{field}": )[0-9]', r"\g<1>8", text).encode())
+    found = [finding for finding in verify_root(catalog.store).findings if finding.where == path]
+    assert found and "its fields have the checksum" in found[0].problem and found[0].way_out
+
+
+def test_shards_of_which_only_states_are_left_can_be_withdrawn(catalog: Catalog, tmp_path: Path) -> None:
+    plan = plan_for(*dataset_of(some_rows(20), tmp_path / "rows.parquet"), catalog)
+    extract(catalog, plan)
+    store, names = catalog.store, catalog.store.names(f"plans/{plan.plan_id}")
+    store.delete([f"plans/{plan.plan_id}/{name}" for name in names if name.endswith((".json", ".arrow"))])
+    assert catalog.shards(plan.plan_id) == [*range(len(plan.shards))]
