@@ -153,15 +153,20 @@ def without_bucket(server: ObjectServer, folder: Path) -> Iterator[Outage]:
 
 @contextmanager
 def stopped(server: ObjectServer, folder: Path) -> Iterator[Outage]:
-    """The server's process is ended, and started again."""
-    ports = ServerPorts.free()
+    """The server's process is ended, and started again when it is gone: another thread may end it."""
+    ports, one_at_a_time = ServerPorts.free(), threading.Lock()
     with_own = [ObjectServer.start(folder, ports=ports, buckets=[BUCKET])]
+
+    def stop() -> None:
+        with one_at_a_time:
+            with_own[0].stop()
+
+    def start_again() -> None:
+        with one_at_a_time:
+            with_own.append(ObjectServer.start(folder, ports=ports))
+
     try:
-        yield Outage(
-            bucket_of(with_own[0]),
-            lambda: with_own[0].stop(),
-            lambda: with_own.append(ObjectServer.start(folder, ports=ports)),
-        )
+        yield Outage(bucket_of(with_own[0]), stop, start_again)
     finally:
         with_own[-1].stop()
 
