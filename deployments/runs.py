@@ -53,7 +53,7 @@ def follow_deployment(deployment: str, parameters: dict[str, Any]) -> None:
         RunFailedError: the run didn't complete; with its message.
     """
     started = _start(deployment, parameters)
-    click.echo(f"{started.name}: {_url(started)}")
+    click.echo(f"run {started.id}: {_url(started)}")  # its name changes when it begins
     try:
         with get_client(sync_client=True) as client:
             state = _follow(client, started.id)

@@ -144,7 +144,8 @@ class Bucket:
         if session.get_credentials() is None:
             raise StoreRefusedError(
                 f"no credentials for {self.settings.uri}: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or give a boto3 session that has some"
+                "AWS_SECRET_ACCESS_KEY, or give a boto3 session that has some; a root in the stack of "
+                "`layertap up` is reached with --state FOLDER"
             )
         return session
 

@@ -428,3 +428,6 @@ def test_void_says_what_is_stored_and_withdraws_when_told(folder_store: Store, t
     done = CliRunner().invoke(main, [*command, "--withdraw"])
     assert done.exit_code == 0 and done.output.startswith(told)
     assert catalog.committed(plan.plan_id) == []
+    again = CliRunner().invoke(main, [*command, "--withdraw"])
+    assert again.output.startswith(f"{len(plan.shards)} shards of plan {plan.plan_id} are withdrawn already")
+    assert again.output.endswith("Nothing was withdrawn.\n")

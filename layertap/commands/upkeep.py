@@ -83,14 +83,19 @@ def void(
     """
     from layertap.catalog import Catalog
     from layertap.object_server import open_root
+    from layertap.shard_state import ShardState
 
     catalog = Catalog(open_root(root, state))
     catalog.root()
+    states = catalog.states(plan_id)
     chosen = _chosen(catalog, plan_id, shards, all_shards)
-    click.echo(_told(catalog, plan_id, chosen))
-    if not withdraw:
-        return click.echo("Nothing was withdrawn: add --withdraw to do it.")
-    for shard in chosen:
+    left = [shard for shard in chosen if states.get(shard) != ShardState.VOID]
+    if gone := len(chosen) - len(left):
+        click.echo(f"{gone:,} shards of plan {plan_id} are withdrawn already")
+    click.echo(_told(catalog, plan_id, left))
+    if not withdraw or not left:
+        return click.echo("Nothing was withdrawn" + (": add --withdraw to do it." if left else "."))
+    for shard in left:
         catalog.void(plan_id, shard, reason=reason)
         click.echo(f"withdrawn: shard {shard} of plan {plan_id}")
     click.echo("Start the run again to compute their rows anew.")
