@@ -24,6 +24,7 @@ from layertap import HiddenStates
 from layertap.cli import main
 from layertap.coordinator import Run
 from layertap.errors import CatalogError, InputError
+from layertap.records import to_json
 from layertap.store import Store
 from layertap.trainers import export as export_module
 from layertap.trainers.choose import layout_for
@@ -363,7 +364,7 @@ def test_automodel_wants_the_target_s_embedding(plain_root: str, tmp_path: Path)
     record = json.loads((root / "target" / "target.json").read_text())
     del record["tensors"]["embed_tokens"]
     record["missing"]["embed_tokens"] = "model.embed_tokens.weight is quantised (I8)"
-    (root / "target" / "target.json").write_text(json.dumps(record))
+    (root / "target" / "target.json").write_bytes(to_json(record))
     with pytest.raises(CatalogError, match="has no embed_tokens of the target: .* is quantised"):
         plan_export(str(root), tmp_path / "out", "automodel", seq_length=9, target_name="tiny")
 
