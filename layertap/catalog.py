@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from layertap.errors import (
     ClaimLostError,
     DatasetError,
     FormatError,
+    InputError,
     IntegrityError,
     NotFoundError,
     SpecMismatchError,
@@ -408,3 +409,13 @@ def _claim_content(claim: Claim, progress: dict[str, Any]) -> dict[str, Any]:
 
 def _safe(lane: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", lane)
+
+
+def refuse_unknown(plan_id: str, shards: Iterable[int], there: Sequence[int]) -> None:
+    """Refuse shards that aren't among those of a plan, ascending from 0.
+
+    Raises:
+        InputError: names the first of them.
+    """
+    if unknown := sorted({*shards} - {*there}):
+        raise InputError(f"plan {plan_id} has no shard {unknown[0]}; its shards are 0 to {there[-1]}")

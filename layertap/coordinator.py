@@ -218,7 +218,7 @@ def _to_compute(preview: Preview, catalog: Catalog) -> tuple[NDArray[np.int64], 
     while True:
         plan = preview.plan(rows)
         unfinished = find_unfinished(catalog, plan) if len(rows) else None
-        if unfinished or not catalog.plans():
+        if unfinished or not len(rows) or not catalog.plans():
             return rows, plan, unfinished
         rows, before = _missing(preview, catalog), rows
         if np.array_equal(rows, before):

@@ -3,8 +3,7 @@
 from typing import Any
 
 from layertap.batch_header import read_header
-from layertap.catalog import Catalog
-from layertap.errors import InputError
+from layertap.catalog import Catalog, refuse_unknown
 from layertap.progress import format_bytes
 from layertap.records import from_json
 from layertap.shard_state import shard_state
@@ -54,8 +53,7 @@ def inspect_shard(catalog: Catalog, plan_id: str, shard: int) -> Facts:
         InputError: it has no such shard.
     """
     shards = catalog.plan(plan_id).shards
-    if shard not in range(len(shards)):
-        raise InputError(f"plan {plan_id} has no shard {shard}; its shards are 0 to {len(shards) - 1}")
+    refuse_unknown(plan_id, [shard], range(len(shards)))
     record = shards[shard]
     names = catalog.snapshot(plan_id).names.get(shard, [])
     facts = [

@@ -43,14 +43,14 @@ def now(timespec: str = "seconds") -> str:
 
 def to_json(values: Mapping[str, Any]) -> bytes:
     """A record's bytes, with the checksum of its other fields: a flipped bit may leave it valid JSON."""
-    others = {name: value for name, value in values.items() if name != RECORD_CHECKSUM}
+    # as JSON reads them: a number as a name becomes text
+    others = json.loads(json.dumps({k: v for k, v in values.items() if k != RECORD_CHECKSUM}))
     return json.dumps({**others, RECORD_CHECKSUM: _checksum_of(others)}, indent=1).encode()
 
 
 def _checksum_of(values: Mapping[str, Any]) -> str:
-    """Of the values as JSON reads them, however they were laid out."""
-    read = json.loads(json.dumps(values))
-    return checksum(json.dumps(read, sort_keys=True, separators=(",", ":")).encode())
+    """Of values that JSON gave, however they were laid out."""
+    return checksum(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
 def from_json(path: str, data: bytes) -> dict[str, Any]:

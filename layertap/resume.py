@@ -1,6 +1,5 @@
 """Which plan a run works on: an unfinished one of the same rows, or a new one."""
 
-import logging
 import operator
 from collections.abc import Callable, Collection
 from functools import reduce
@@ -17,8 +16,6 @@ from layertap.records import may_be_tried_again
 from layertap.shard_state import ShardState
 from layertap.watcher import Watcher
 
-log = logging.getLogger(__name__)
-
 
 def find_unfinished(catalog: Catalog, plan: Plan) -> PlanRecord | None:
     """An existing plan whose shards without an outcome hold just the keys of `plan`.
@@ -26,14 +23,8 @@ def find_unfinished(catalog: Catalog, plan: Plan) -> PlanRecord | None:
     Cutting the rest of an interrupted run anew would compute again what its surviving lanes have in hand.
     """
     for plan_id in catalog.plans():
-        try:
-            record = catalog.plan(plan_id)
-        except FormatError:  # of another layertap; its lanes will finish it, or nobody
-            continue
-        except IntegrityError as error:
-            log.warning("a plan is not gone on with: %s", error)
-            continue
-        if record.settings != plan.settings:
+        record = catalog.find_plan(plan_id)
+        if record is None or record.settings != plan.settings:
             continue
         left = [record.shards[k] for k in catalog.without_outcome(plan_id)]
         xor = reduce(operator.xor, (int(shard.keys_xor, 16) for shard in left), 0)

@@ -107,8 +107,9 @@ def _try(uri: str, name: str, operation: Callable[[], object]) -> None:
     try:
         result = operation()
     except (StoreError, IntegrityError) as error:
-        unknown = _unknown_host(str(error))
-        kind = StoreError if type(error) is StoreError and not unknown else StoreRefusedError
+        is_away = type(error) is StoreError
+        unknown = _unknown_host(str(error)) if is_away else None
+        kind = StoreError if is_away and not unknown else StoreRefusedError
         hint = CHECKSUM_HINT if UNKNOWN_HEADER.search(str(error)) else ""
         if unknown:
             hint = f". No name server knows {unknown}: correct the store's endpoint_url, or its region"

@@ -69,25 +69,27 @@ def states_of(tokens: Sequence[int], spec: ExtractionSpec = SPEC) -> tuple[torch
     return states[:, :-1].contiguous(), states[:, -1].contiguous()
 
 
-def plan_for(dataset: TokenDataset, scan: Scan, catalog: Catalog, *, shard_tokens: int = 300) -> PlanRecord:
-    """Plan what the catalog doesn't hold yet, and write the plan."""
+def plan_of_missing(
+    scan: Scan, catalog: Catalog, *, shard_tokens: int = 300
+) -> tuple[NDArray[np.int64], Plan]:
+    """Rows of the dataset that the catalog doesn't hold yet, and a plan of them."""
     chosen = scan.unique(settled=catalog.settled().final_keys)
     settings = PlanSettings(max_batch_tokens=120, shard_tokens=shard_tokens)
     fingerprint = catalog.root().spec.fingerprint
-    plan = make_plan(
+    return chosen, make_plan(
         scan.keys[chosen], scan.num_tokens[chosen], spec_fingerprint=fingerprint, settings=settings
     )
+
+
+def plan_for(dataset: TokenDataset, scan: Scan, catalog: Catalog, *, shard_tokens: int = 300) -> PlanRecord:
+    """Plan what the catalog doesn't hold yet, and write the plan."""
+    chosen, plan = plan_of_missing(scan, catalog, shard_tokens=shard_tokens)
     return catalog.put_plan(plan, lambda k: tokens_of(dataset, plan, chosen, k), max_batch_bytes=10**6)
 
 
 def planned(dataset: TokenDataset, scan: Scan, catalog: Catalog) -> PlanRecord:
     """As a run does: an unfinished plan of what isn't stored, or another one."""
-    chosen = scan.unique(settled=catalog.settled().final_keys)
-    settings = PlanSettings(max_batch_tokens=120, shard_tokens=300)
-    fingerprint = catalog.root().spec.fingerprint
-    plan = make_plan(
-        scan.keys[chosen], scan.num_tokens[chosen], spec_fingerprint=fingerprint, settings=settings
-    )
+    chosen, plan = plan_of_missing(scan, catalog)
     unfinished = find_unfinished(catalog, plan)
 
     def tokens(k: int) -> NDArray[np.int32]:

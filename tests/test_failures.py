@@ -73,6 +73,13 @@ def fail_on(run: Run, shard: int, *lanes: str) -> None:
         run.catalog.fail(claim, {"error": f"ValueError: bad | on {lane}\nand more", "lane": lane})
 
 
+def make_last_beat_old(run: Run, shard: int, number: int) -> None:
+    beat = run.catalog.store.local_path(f"plans/{plan_id_of(run)}/state/{shard:05d}.claim-{number}")
+    assert beat is not None
+    a_minute_ago = beat.stat().st_mtime - 60
+    os.utime(beat, (a_minute_ago, a_minute_ago))
+
+
 def die_with(run: Run, shard: int, *lanes: str) -> None:
     for number, lane in enumerate(lanes, start=1):
         assert run.catalog.claim(plan_id_of(run), shard, number, lane=lane, details={"host": "h1"})
@@ -173,10 +180,7 @@ def test_the_command_tells_a_third_silent_death_from_a_lane_at_work_by_the_age_o
     die_with(run, 2, "a", "b", "c")
     told = CliRunner().invoke(failures, [folder_store.uri])
     assert told.exit_code == 0 and "will be tried again, after 0 errors and 2 silent deaths" in told.output
-    beat = folder_store.local_path(f"plans/{plan_id_of(run)}/state/00002.claim-3")
-    assert beat is not None
-    a_minute_ago = beat.stat().st_mtime - 60
-    os.utime(beat, (a_minute_ago, a_minute_ago))
+    make_last_beat_old(run, 2, 3)
     told = CliRunner().invoke(failures, [folder_store.uri])
     assert told.exit_code == 1 and "failed for good, after 0 errors and 3 silent deaths" in told.output
     assert "layertap retry" in told.output
@@ -193,9 +197,7 @@ def test_with_keys_that_may_only_read_this_host_s_clock_tells_it_for_all_plans_a
     more = save_rows(some_rows(40, seed=1), tmp_path / "more")
     for one in (run, Run.prepare(folder_store, settings_for(more, target))):
         die_with(one, 2, "a", "b", "c")
-        beat = folder_store.local_path(f"plans/{plan_id_of(one)}/state/00002.claim-3")
-        assert beat is not None
-        os.utime(beat, (time.time() - 60, time.time() - 60))
+        make_last_beat_old(one, 2, 3)
     asked = list[str]()
 
     def refuses(self: Store, path: str, data: Any) -> None:

@@ -28,7 +28,6 @@ from hypothesis.stateful import (
 from layertap.catalog import HAS_ENDED, Catalog, Claim, Outcome, PlanRecord
 from layertap.errors import CatalogError, ClaimLostError, IntegrityError
 from layertap.garbage import find_garbage, old_versions
-from layertap.plan import PlanSettings, make_plan
 from layertap.records import MEMORY
 from layertap.resume import find_unfinished, take_up
 from layertap.shard_state import ShardState
@@ -36,7 +35,16 @@ from layertap.store import Buffer, Store
 from layertap.versions import Versions
 from layertap.watcher import BEATS_TO_STALE, Watcher
 from tests.actors import Actor
-from tests.stored import dataset_of, new_catalog, plan_for, publish, some_rows, tokens_of, write_attempt
+from tests.stored import (
+    dataset_of,
+    new_catalog,
+    plan_for,
+    plan_of_missing,
+    publish,
+    some_rows,
+    tokens_of,
+    write_attempt,
+)
 
 NUM_ROWS = 6
 LANES = ("a", "b")
@@ -191,15 +199,9 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def start_the_run_again(self) -> None:
         """A coordinator goes on with an unfinished plan of what is missing, or makes one."""
-        chosen = self.scan.unique(settled=self.catalog.settled().final_keys)
+        chosen, plan = plan_of_missing(self.scan, self.catalog, shard_tokens=150)
         if not len(chosen):
             return
-        plan = make_plan(
-            self.scan.keys[chosen],
-            self.scan.num_tokens[chosen],
-            spec_fingerprint=self.catalog.root().spec.fingerprint,
-            settings=PlanSettings(max_batch_tokens=120, shard_tokens=150),
-        )
         self.plan = take_up(
             self.catalog,
             plan,

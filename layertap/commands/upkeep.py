@@ -92,7 +92,7 @@ def void(
     left = [shard for shard in chosen if states.get(shard) != ShardState.VOID]
     if gone := len(chosen) - len(left):
         click.echo(f"{gone:,} shards of plan {plan_id} are withdrawn already")
-    click.echo(_told(catalog, plan_id, left))
+    click.echo(_told(catalog, plan_id, left, [k for k in left if states.get(k) == ShardState.COMMITTED]))
     if not withdraw or not left:
         return click.echo("Nothing was withdrawn" + (": add --withdraw to do it." if left else "."))
     for shard in left:
@@ -101,11 +101,10 @@ def void(
     click.echo("Start the run again to compute their rows anew.")
 
 
-def _told(catalog: "Catalog", plan_id: str, shards: list[int]) -> str:
+def _told(catalog: "Catalog", plan_id: str, shards: list[int], committed: list[int]) -> str:
     """What would have to be computed again."""
     from layertap.background import at_once
 
-    committed = sorted({*shards} & {*catalog.committed(plan_id)})
     stored = at_once(lambda shard: _num_stored(catalog, plan_id, shard), committed).values()
     rotten = f", and {count} whose records are damaged" if (count := [*stored].count(None)) else ""
     return (
@@ -121,14 +120,15 @@ def _num_stored(catalog: "Catalog", plan_id: str, shard: int) -> int | None:
 
 
 def _chosen(catalog: "Catalog", plan_id: str, shards: tuple[int, ...], all_shards: bool) -> list[int]:
+    from layertap.catalog import refuse_unknown
+
     there = catalog.shards(plan_id)
     if not there:
         plans = ", ".join(catalog.store.folders("plans")) or "none"
         raise InputError(f"{catalog.store.uri} has no plan {plan_id!r}; plans there: {plans}")
     if all_shards == bool(shards):
         raise InputError("give either the shards to withdraw, or --all")
-    if unknown := sorted(set(shards) - set(there)):
-        raise InputError(f"plan {plan_id} has no shard {unknown[0]}; its shards are 0 to {there[-1]}")
+    refuse_unknown(plan_id, shards, there)
     return there if all_shards else sorted(set(shards))
 
 
